@@ -6,8 +6,8 @@
 # make dist        build sdist and wheel: build/dist
 PYTHON ?= python3
 BIN := .venv/bin
-# one thread per process: two test processes share two cores
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+# one thread per process: the test processes share two cores, and some of them wait for servers
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadgroup
 
 .PHONY: demo test test-peers test-cuda lint docs dist bench clean
 
@@ -15,10 +15,10 @@ demo: .venv/ready
 	$(BIN)/python -m training.demo demo
 
 test: lint
-	$(PYTEST) --ignore tests/peers
+	$(PYTEST) --numprocesses 3 --ignore tests/peers
 
 test-peers: .venv/ready
-	$(PYTEST) tests/peers
+	$(PYTEST) --numprocesses 2 tests/peers
 
 test-cuda: .venv/ready
 	CKPT_DEVICE=cuda $(BIN)/python -m pytest tests/test_cuda.py tests/dist/test_manager.py -k "not accelerate and not stock_checkpoint and not flattened" tests/training/test_training.py::test_every_option_has_the_losses_of_a_plain_loop

@@ -25,11 +25,13 @@ from ckpt_tools.errors import (
 from ckpt_tools.version import __version__
 
 if TYPE_CHECKING:
+    from ckpt_tools.core.statistics import TensorStatistics
     from ckpt_tools.loop.ema import Ema
     from ckpt_tools.loop.export import HuggingFace
     from ckpt_tools.loop.load import load
     from ckpt_tools.loop.load_request import LoadReport
     from ckpt_tools.loop.manager import CheckpointManager
+    from ckpt_tools.loop.policy import Retention
     from ckpt_tools.loop.reader import Checkpoint, StoredTensor
     from ckpt_tools.loop.reader import open_checkpoint as open
     from ckpt_tools.loop.retention import Pruned
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from ckpt_tools.loop.save import SaveReport
     from ckpt_tools.loop.single_save import save
     from ckpt_tools.loop.state_dict import PerRank, RngState
+    from ckpt_tools.operations.average import average
     from ckpt_tools.operations.convert.convert import convert
     from ckpt_tools.operations.copy import CopyResult, copy
     from ckpt_tools.operations.diff import Change, Difference, DiffResult, diff
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.merge_reshard import merge, reshard
     from ckpt_tools.operations.salvage import SalvageResult, salvage
     from ckpt_tools.operations.seal import SealResult, seal
+    from ckpt_tools.operations.stats import StatsResult, stats
     from ckpt_tools.operations.verify import VerifyResult, verify
     from ckpt_tools.publish.check_manifest import Problem
     from ckpt_tools.publish.manifest import Manifest
@@ -72,17 +76,21 @@ __all__ = [
     "Problem",
     "Pruned",
     "Report",
+    "Retention",
     "RngState",
     "SalvageResult",
     "SaveReport",
     "SealResult",
+    "StatsResult",
     "Step",
     "StorageError",
     "StoredTensor",
+    "TensorStatistics",
     "TransferResult",
     "UnsafePickleError",
     "VerifyResult",
     "__version__",
+    "average",
     "convert",
     "copy",
     "diff",
@@ -96,6 +104,7 @@ __all__ = [
     "salvage",
     "save",
     "seal",
+    "stats",
     "steps",
     "verify",
 ]
@@ -106,6 +115,7 @@ _LAZY = {
     "TransferResult": "transfer.result",
     "merge": "operations.merge_reshard",
     "reshard": "operations.merge_reshard",
+    "average": "operations.average",
     "convert": "operations.convert.convert",
     "CopyResult": "operations.copy",
     "copy": "operations.copy",
@@ -128,6 +138,7 @@ _LAZY = {
     "steps": "loop.runs",
     "prune": "loop.runs",
     "Pruned": "loop.retention",
+    "Retention": "loop.policy",
     "Step": "publish.steps",
     "SaveReport": "loop.save",
     "LoadReport": "loop.load_request",
@@ -135,6 +146,9 @@ _LAZY = {
     "StoredTensor": "loop.reader",
     "Manifest": "publish.manifest",
     "Problem": "publish.check_manifest",
+    "StatsResult": "operations.stats",
+    "stats": "operations.stats",
+    "TensorStatistics": "core.statistics",
     "Change": "operations.diff",
     "Difference": "operations.diff",
 }

@@ -18,7 +18,7 @@ import click
 import typer
 import typer.core
 
-from ckpt_tools.cli import read_verbs, run_verbs, write_verbs
+from ckpt_tools.cli import read_verbs, run_verbs, value_verbs, write_verbs
 from ckpt_tools.cli.options import (
     Command,
 )
@@ -98,7 +98,7 @@ def _root(
         )
 
 
-_SHARED = ("merge", "reshard", "convert", "verify", "diff", "copy")
+_SHARED = ("merge", "reshard", "convert", "average", "verify", "diff", "stats", "copy")
 
 
 _VERBS: dict[str, Callable[..., Any]] = {
@@ -106,13 +106,16 @@ _VERBS: dict[str, Callable[..., Any]] = {
     "merge": write_verbs.merge,
     "reshard": write_verbs.reshard,
     "convert": write_verbs.convert,
+    "average": value_verbs.average,
     "verify": read_verbs.verify,
     "diff": read_verbs.diff,
+    "stats": value_verbs.stats,
     "seal": read_verbs.seal,
     "salvage": write_verbs.salvage,
     "copy": write_verbs.copy_,
     "ls": run_verbs.list_,
     "latest": run_verbs.latest,
+    "best": run_verbs.best,
     "prune": run_verbs.prune,
     "pin": run_verbs.pin,
 }

@@ -22,6 +22,7 @@ from ckpt_tools.storage.base import is_url
 
 if TYPE_CHECKING:
     from ckpt_tools.transfer.options import Options, Reading
+    from ckpt_tools.transfer.result import TransferResult
 
 
 class Command(typer.core.TyperCommand):
@@ -88,6 +89,30 @@ def parse_size(text: str) -> int:
     if nbytes < 1:
         raise typer.BadParameter(f"expected a size above zero, got {text!r}")
     return nbytes
+
+
+def parse_numbers(text: str | None) -> list[float] | None:
+    """Parses numbers with commas between them."""
+    if text is None:
+        return None
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"expected numbers such as 1,2,4, got {text!r}") from None
+
+
+_PERIOD = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|m|min|h|d|w)")
+_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def parse_period(text: str | None) -> float | None:
+    """Parses 90s, 30min, 6h, 2d or 1w into seconds."""
+    if text is None:
+        return None
+    match = _PERIOD.fullmatch(text.strip())
+    if not match or not float(match[1]):
+        raise typer.BadParameter(f"expected a time such as 30min, 6h or 2d, got {text!r}")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 Source = Annotated[
@@ -302,3 +327,21 @@ def json_value(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [json_value(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def report_transfer(
+    group: Group | None, result: TransferResult, quiet: bool, as_json: bool
+) -> None:
+    """Prints the result of a transfer, on one process of a group."""
+    from ckpt_tools.cli import render
+
+    if not is_first(group):
+        return
+    if as_json:
+        print(
+            json.dumps(
+                json_value(result) | {"read_amplification": round(result.read_amplification, 4)}
+            )
+        )
+    elif not quiet:
+        render.show_transfer(result)

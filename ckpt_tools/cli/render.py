@@ -5,6 +5,7 @@ It depends only on the results, not on the operations' code.
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ _MAX_ROWS = 40
 BOLD, DIM, RED, GREEN, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
 
 
+_FINITE = {True: "yes", False: "no", None: "-"}
 _OBJECTS = 20  # most objects that are named
 # extras that are of no interest to users
 _OWN_NOTES, _MAX_NOTE = ("format", "dcp_version", "checkpoint_id", "save_id"), 200
@@ -354,9 +356,47 @@ def some_names(names: Sequence[str]) -> str:
     return ", ".join(map(printable, names[:_OBJECTS])) + more
 
 
-def show_steps(steps: Sequence[Step]) -> None:
-    """Prints the steps of a run, one line per step."""
+_BARS = "▁▂▃▄▅▆▇█"
+_MAX_SPARKS = 60
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Returns a line of bars, one for each value; a value that is not finite is a blank."""
+    values = values[-_MAX_SPARKS:]
+    finite = [value for value in values if math.isfinite(value)]
+    low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
+    return "".join(
+        _BARS[min(7, int(8 * (value - low) / span)) if span else 3] if math.isfinite(value) else " "
+        for value in values
+    )
+
+
+def _metrics_of(step: Step) -> Mapping[str, float | None]:
+    return step.manifest.metrics if step.manifest is not None else {}
+
+
+def _value(metrics: Mapping[str, float | None], name: str) -> str:
+    if name not in metrics:
+        return ""
+    value = metrics[name]
+    return "not finite" if value is None else f"{value:.6g}"
+
+
+def _show_metrics(steps: Sequence[Step]) -> None:
+    """Prints a sparkline of each metric over the steps."""
+    names = dict.fromkeys(name for step in steps for name in _metrics_of(step))
+    for name in names:
+        found = [_metrics_of(step).get(name) for step in steps if name in _metrics_of(step)]
+        values = [math.nan if value is None else value for value in found]
+        print(f"{printable(name)}: {sparkline(values)}  {values[0]:.4g} … {values[-1]:.4g}")
+
+
+def show_steps(steps: Sequence[Step], with_metrics: bool = False) -> None:
+    """Prints the steps of a run, one line per step, and then a line for each metric."""
     rows = []
+    complete = [step for step in steps if not step.problem and not step.superseded_by]
+    names = list(dict.fromkeys(name for step in steps for name in _metrics_of(step)))
+    names = names if with_metrics else []
     for step in steps:
         made, ranks = (
             ("", "")
@@ -372,12 +412,16 @@ def show_steps(steps: Sequence[Step]) -> None:
         )
         state = "superseded by a rollback" if step.superseded_by else state
         state += ", pinned" if step.is_pinned else ""
+        state += f", not finite: {step.not_finite}" if step.not_finite else ""
+        values = [_value(_metrics_of(step), name) for name in names]
         rows.append(
             (
                 f"{step.number:,}",
                 format_size(step.nbytes),
                 made.replace("T", " ").replace("+00:00", "Z"),
                 ranks,
+                _FINITE[step.is_finite],
+                *values,
                 state,
                 printable(step.name),
             )
@@ -385,7 +429,9 @@ def show_steps(steps: Sequence[Step]) -> None:
     if not rows:
         print("no steps")
         return
-    table(("step", "bytes", "saved", "ranks", "state", "name"), rows, right=(0, 1, 3))
+    head = ("step", "bytes", "saved", "ranks", "finite", *map(printable, names), "state", "name")
+    table(head, rows, right=(0, 1, 3, *range(5, 5 + len(names))))
+    _show_metrics(complete)
 
 
 def show_pruned(result: Pruned, leftovers: Sequence[str], is_dry_run: bool) -> None:
@@ -395,6 +441,8 @@ def show_pruned(result: Pruned, leftovers: Sequence[str], is_dry_run: bool) -> N
         print(f"{verb} {printable(str(step.path))}  {format_size(step.nbytes)}")
     for path, reason in result.kept.items():
         print(f"kept {printable(path)}: {reason}")
+    for path, rules in result.policies.items() if is_dry_run else ():
+        print(f"stays {printable(path)}: {printable(rules)}")
     for path, problem in result.damaged.items():
         print(f"not counted, and kept: {printable(path)}: {problem}")
     for path, error in result.failed.items():
@@ -407,7 +455,12 @@ def show_pruned(result: Pruned, leftovers: Sequence[str], is_dry_run: bool) -> N
 
 def pruned_as_json(result: Pruned, leftovers: Sequence[str], is_dry_run: bool) -> dict[str, Any]:
     """Returns the result of a prune as plain values."""
-    reasons = {"kept": result.kept, "damaged": result.damaged, "failed": result.failed}
+    reasons = {
+        "policies": result.policies,
+        "kept": result.kept,
+        "damaged": result.damaged,
+        "failed": result.failed,
+    }
     return {
         "steps": [step_as_json(s) for s in result.removed],
         **reasons,
@@ -444,4 +497,7 @@ def step_as_json(step: Step) -> dict[str, Any]:
         "created": step.manifest.created if step.manifest else None,
         "superseded": bool(step.superseded_by),
         "is_pinned": step.is_pinned,
+        "is_finite": step.is_finite,
+        "not_finite": step.manifest.not_finite if step.manifest else [],
+        "metrics": dict(_metrics_of(step)),
     }

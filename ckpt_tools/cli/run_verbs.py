@@ -8,14 +8,41 @@ from typing import Annotated
 
 import typer
 
-from ckpt_tools.cli.options import Json, Quiet, Root, StorageOption, parse_storage_options
+from ckpt_tools.cli.options import (
+    Json,
+    Quiet,
+    Root,
+    StorageOption,
+    parse_period,
+    parse_storage_options,
+)
 from ckpt_tools.errors import NotACheckpointError, StorageError, printable
 
+Metric = Annotated[
+    str | None,
+    typer.Option(
+        "--metric",
+        metavar="NAME",
+        help="A metric that the steps were saved with.",
+        show_default=False,
+    ),
+]
+HigherIsBetter = Annotated[
+    bool, typer.Option("--higher-is-better", help="A larger value of the metric is better.")
+]
 
-def list_(root: Root, storage_option: StorageOption = None, as_json: Json = False) -> None:
+
+def list_(
+    root: Root,
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="Show the metrics that the steps were saved with.")
+    ] = False,
+    storage_option: StorageOption = None,
+    as_json: Json = False,
+) -> None:
     """List the steps of a run with size, time, world size and state.
 
-    Entries that are not steps come last.
+    A step whose save found NaN or infinity is marked. Entries that are not steps come last.
     """
     from ckpt_tools.cli import render
     from ckpt_tools.publish.destinations import open_root
@@ -28,7 +55,7 @@ def list_(root: Root, storage_option: StorageOption = None, as_json: Json = Fals
     if as_json:
         print(json.dumps([render.step_as_json(s) for s in steps]))
     else:
-        render.show_steps(steps)
+        render.show_steps(steps, metrics)
     if others:
         print(f"not steps: {render.some_names(others)}", file=sys.stderr if as_json else sys.stdout)
 
@@ -39,17 +66,27 @@ def latest(
         bool,
         typer.Option("--verify", help="Read every byte, and skip steps with wrong checksums."),
     ] = False,
+    allow_not_finite: Annotated[
+        bool,
+        typer.Option(
+            "--allow-not-finite", help="Do not skip a step whose save found NaN or infinity."
+        ),
+    ] = False,
     storage_option: StorageOption = None,
 ) -> None:
     """Print the path of the newest complete step, from which a job would resume.
 
-    Skipped newer steps are listed on stderr with the reason. Exit status 10 if there is no complete
+    Skipped newer steps are listed on stderr with the reason. Exit status 10 if there is no such
     step.
     """
     from ckpt_tools.publish.destinations import open_root
     from ckpt_tools.publish.steps import find_latest as find
 
-    found = find(open_root(root, parse_storage_options(storage_option)), verify)
+    found = find(
+        open_root(root, parse_storage_options(storage_option)),
+        verify,
+        allow_not_finite=allow_not_finite,
+    )
     for path, reason in found.passed_over:
         print(f"passed over {printable(str(path))}: {reason}", file=sys.stderr)
     if found.step is None:
@@ -79,6 +116,36 @@ def prune(
             show_default=False,
         ),
     ] = None,
+    keep_spaced: Annotated[
+        str | None,
+        typer.Option(
+            "--keep-spaced",
+            metavar="TIME",
+            help="One step of each period stays as well, such as 6h or 1d.",
+            show_default=False,
+        ),
+    ] = None,
+    keep_younger: Annotated[
+        str | None,
+        typer.Option(
+            "--keep-younger",
+            metavar="TIME",
+            help="Steps saved less than this ago stay as well, such as 12h.",
+            show_default=False,
+        ),
+    ] = None,
+    keep_best: Annotated[
+        int | None,
+        typer.Option(
+            "--keep-best",
+            min=1,
+            metavar="K",
+            help="The K best steps by --metric stay as well.",
+            show_default=False,
+        ),
+    ] = None,
+    metric: Metric = None,
+    higher_is_better: HigherIsBetter = False,
     grace_hours: Annotated[
         float,
         typer.Option(
@@ -113,15 +180,31 @@ def prune(
     Unfinished work is directories, objects without an index, and uploads. The newest complete step,
     incomplete steps, steps of other tools, and all other files in ROOT stay. A step also stays if
     it is pinned, if a link in ROOT leads to it, or if it holds files that no save wrote. The output
-    lists such steps. Exit status 15 if a step cannot be removed; the others are removed.
+    lists such steps. So does the newest step without known NaN. With --dry-run, each other step
+    that stays is listed with its rule. Exit status 15 if a step cannot be removed; the others are
+    removed.
     """
     from ckpt_tools.cli import render
+    from ckpt_tools.loop.policy import Retention, refuse_unknown_metric
     from ckpt_tools.loop.retention import prune_steps as run
     from ckpt_tools.publish.destinations import open_root
 
+    if (keep_best is None) != (metric is None) or (higher_is_better and metric is None):
+        raise typer.BadParameter("--keep-best and --metric need each other")
+    rules = Retention(
+        keep_last,
+        keep_every,
+        parse_period(keep_spaced),
+        parse_period(keep_younger),
+        keep_best,
+        metric,
+        higher_is_better,
+    )
     where = open_root(root, parse_storage_options(storage_option))
+    if metric is not None:
+        refuse_unknown_metric(where, metric)
     try:
-        result = run(where, keep_last, keep_every, dry_run=dry_run, reads=verify)
+        result = run(where, rules, dry_run=dry_run, reads=verify)
         leftovers = where.remove_leftovers(grace_hours * 3600, dry_run)
     except KeyboardInterrupt as stop:
         stop.args = ("some steps may be removed already: ckpt ls shows the others",)
@@ -132,6 +215,47 @@ def prune(
         render.show_pruned(result, [left.url for left in leftovers], dry_run)
     if result.failed:
         raise typer.Exit(StorageError.exit_code)
+
+
+def best(
+    root: Root,
+    metric: Annotated[
+        str,
+        typer.Option(
+            "--metric",
+            metavar="NAME",
+            help="The metric that the steps were saved with.",
+            show_default=False,
+        ),
+    ],
+    higher_is_better: HigherIsBetter = False,
+    storage_option: StorageOption = None,
+    as_json: Json = False,
+) -> None:
+    """Print the path of the best complete step by a metric of `save(…, metrics=…)`.
+
+    Steps without the metric, and those where it is NaN, do not count. They are listed on stderr.
+    Exit status 10 if no step has the metric.
+    """
+    from ckpt_tools.cli import render
+    from ckpt_tools.loop.policy import metric_of, ranked, refuse_unknown_metric
+    from ckpt_tools.publish.destinations import open_root
+
+    where = open_root(root, parse_storage_options(storage_option))
+    steps = [step for step in refuse_unknown_metric(where, metric) if not step.problem]
+    found = ranked(steps, metric, higher_is_better)
+    without = [printable(step.name) for step in steps if step not in found]
+    if without:
+        print(f"without {printable(metric)}, or with NaN: {', '.join(without)}", file=sys.stderr)
+    if not found:
+        raise NotACheckpointError(
+            f"no complete step has a value of {printable(metric)} ({printable(root)})"
+        )
+    if as_json:
+        print(json.dumps(render.step_as_json(found[0])))
+    else:
+        print(f"{found[0].path}")
+        print(f"{printable(metric)} = {metric_of(found[0], metric):g}", file=sys.stderr)
 
 
 def pin(

@@ -27,11 +27,11 @@ from ckpt_tools.cli.options import (
     parse_counts,
     parse_size,
     parse_storage_options,
+    report_transfer,
 )
-from ckpt_tools.ranks.base import Group
 
 if TYPE_CHECKING:
-    from ckpt_tools.transfer.result import TransferResult
+    pass
 
 
 def merge(
@@ -160,7 +160,7 @@ def merge(
             model_key=model_key,
             **options,
         )
-    _report(context.obj, result, quiet, as_json)
+    report_transfer(context.obj, result, quiet, as_json)
 
 
 def reshard(
@@ -227,7 +227,7 @@ def reshard(
     )
     with _kept(resume):
         result = run(src, dst, to_ranks=to_ranks, from_ranks=from_ranks, **options)
-    _report(context.obj, result, quiet, as_json)
+    report_transfer(context.obj, result, quiet, as_json)
 
 
 def convert(
@@ -455,7 +455,7 @@ def convert(
             check=check,
             **options,
         )
-    _report(context.obj, result, quiet, as_json)
+    report_transfer(context.obj, result, quiet, as_json)
 
 
 def salvage(
@@ -558,18 +558,3 @@ def _kept(is_kept: bool) -> Iterator[None]:
         if is_kept:
             stop.args = ("finished work is kept, and the same command continues from there",)
         raise
-
-
-def _report(group: Group | None, result: TransferResult, quiet: bool, as_json: bool) -> None:
-    from ckpt_tools.cli import render
-
-    if not is_first(group):
-        return
-    if as_json:
-        print(
-            json.dumps(
-                json_value(result) | {"read_amplification": round(result.read_amplification, 4)}
-            )
-        )
-    elif not quiet:
-        render.show_transfer(result)

@@ -127,7 +127,7 @@ def _cast_block(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
     singles = values.astype(np.float32, copy=False)
     if dst.name == "bfloat16":
         result = into.view(np.uint16)
-        _round_to_bfloat16(singles, result)
+        round_to_bfloat16(singles, result)
         num_inf = int(np.count_nonzero((result & ~_SIGN) == _BF16_INF))
     else:
         out = into.view(_FLOATS[dst.name])
@@ -136,7 +136,8 @@ def _cast_block(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
     return num_inf - int(np.count_nonzero(np.isinf(values))) if num_inf else 0
 
 
-def _round_to_bfloat16(singles: npt.NDArray[np.float32], into: npt.NDArray[np.uint16]) -> None:
+def round_to_bfloat16(singles: npt.NDArray[np.float32], into: npt.NDArray[np.uint16]) -> None:
+    """Rounds float32 values to bfloat16, to even if two are equally near."""
     bits = singles.view(np.uint32)
     rounded = bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))
     into[:] = rounded >> 16

@@ -21,6 +21,7 @@ from ckpt_tools.core.plan import CELL_BYTES, Target
 from ckpt_tools.engine.fingerprints import Fingerprints, HashedRange, HashedRanges, TensorHashes
 from ckpt_tools.engine.kernels import Bytes, gather
 from ckpt_tools.engine.schedule import Batch, Tile, Write
+from ckpt_tools.engine.statistics import Moments, add_moments, measure, measure_change
 from ckpt_tools.engine.trailers import (
     SlotFrame,
     by_file,
@@ -30,7 +31,7 @@ from ckpt_tools.engine.trailers import (
     vouched_for,
 )
 from ckpt_tools.errors import StorageError
-from ckpt_tools.storage import MemoryStore, WritableStore, Writer
+from ckpt_tools.storage import MemoryStore, Store, WritableStore, Writer
 from ckpt_tools.storage.base import PartsWriter
 
 Checksum = Callable[[memoryview], int]
@@ -142,11 +143,17 @@ class WriteSink:
         store: WritableStore,
         name: Callable[[str], str] = str,
         whole: Target | None = None,
+        measures: bool = False,
+        before: Store | None = None,
     ) -> None:
         """Takes the target that this process writes, its store, and the names of files there.
 
-        `whole` is the whole target if other processes write the rest of it.
+        `whole` is the whole target if other processes write the rest of it. With `measures`,
+        `moments` has the statistics of the tensors. `before` has files of the same layout, from
+        which the change is measured.
         """
+        self.moments: dict[str, Moments] = {}
+        self._measures, self._before = measures, before
         self.target, self.store, self._name, self._whole = target, store, name, whole or target
         self.fingerprints = Fingerprints()
         self._runs: dict[str, list[HashedRange]] = {}
@@ -190,10 +197,13 @@ class WriteSink:
     def take(self, step: Batch, tiles: list[Bytes], scratch: Bytes) -> SinkState:
         noted: list[tuple[str, HashedRange]] = []
         prints = Fingerprints()
+        measured: list[tuple[str, Moments]] = []
         for tile, data in zip(step.tiles, tiles, strict=True):
             crc = crc64nvme(data.data)
             if not tile.tensor.is_object:
                 prints.add(tile, crc, data)
+                if self._measures and len(data):
+                    measured.append((tile.tensor.fqn, self._measure(tile, data)))
             for write in tile.writes:
                 is_all = write.nbytes == tile.dst_nbytes
                 values = data if is_all else _cut_out(tile, data, write, scratch)
@@ -212,9 +222,24 @@ class WriteSink:
                 frame = self._fill(name, piece)
                 full += [(name, frame)] if frame else []
             self.fingerprints.absorb(prints.noted)
+            add_moments(self.moments, measured)
         for name, frame in full:
             self._surround(name, frame)
         return SinkState(files, prints.noted)
+
+    def _measure(self, tile: Tile, data: Bytes) -> Moments:
+        """Measures a tile, and its change if there are files from before."""
+        found = measure(data, tile.tensor.dst_dtype)
+        if self._before is not None and len(tile.writes) == 1:
+            write = tile.writes[0]
+            before = empty_bytes(write.nbytes)
+            try:
+                self._before.read_into(write.file, write.start, before.data)
+            except StorageError:  # removed meanwhile
+                self._before = None
+                return found
+            found.add(measure_change(data, before, tile.tensor.dst_dtype))
+        return found
 
     def _frame_of(self, name: str, start: int) -> SlotFrame | None:
         """Returns the frame of the slot at a byte; None if the slot has no frame."""

@@ -7,6 +7,7 @@ import operator
 import os
 from collections.abc import Callable
 
+from ckpt_tools.loop.policy import Retention
 from ckpt_tools.publish.steps import STEP_FORMATS, number_in
 from ckpt_tools.storage import check_url, is_url
 
@@ -52,11 +53,19 @@ def check_choice(step: int | None, path: object) -> int | None:
     return None if step is None else check_step(step)
 
 
-def check_keep_last(number: int | None) -> None:
-    if number is not None and (type(number) is not int or number < 1):
-        raise ValueError(
-            f"keep_last: expected at least 1, or None to keep all steps, got {number!r}"
-        )
+def chosen_rules(
+    keep_last: int | None, keep_every: int | None, retention: Retention | None
+) -> Retention:
+    """Returns the rules by which steps stay.
+
+    Raises:
+        ValueError: both ways to give them are used.
+    """
+    if retention is None:
+        return Retention(keep_last, keep_every)
+    if keep_last != Retention().last or keep_every is not None:
+        raise ValueError("retention: it has the places of keep_last and keep_every; give only one")
+    return retention
 
 
 def check_manager(
@@ -76,7 +85,7 @@ def check_manager(
         raise ValueError(
             f"mirror: expected a URL, and a root on a disk; got {mirror!r} and {str(root)!r}"
         )
-    check_keep_last(keep_last)
+    Retention(keep_last)
     for name, value in numbers.items():
         least = 0 if name in ("timeout_s", "retry_s", "save_every_s") else 1
         is_number = type(value) is int or (least == 0 and type(value) is float)

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_tools.core.logs import log
@@ -21,13 +21,14 @@ from ckpt_tools.loop.candidates import Candidates
 from ckpt_tools.loop.export import Exporter
 from ckpt_tools.loop.hooks import Hooks
 from ckpt_tools.loop.mirror import Mirror, Retained
+from ckpt_tools.loop.policy import Retention
 from ckpt_tools.loop.retention import remove_named, retain
 from ckpt_tools.loop.save import SaveExtras, SaveLayout, SaveReport, write
 from ckpt_tools.loop.waiting import is_outage, pause_of, wait_for, with_hint
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.lock import RootLock
 from ckpt_tools.publish.manifest import find_manifest
-from ckpt_tools.publish.steps import STEP_FORMATS, step_name
+from ckpt_tools.publish.steps import STEP_FORMATS, name_some, step_name
 from ckpt_tools.publish.superseded import RollbackNote, write_note
 from ckpt_tools.ranks.gloo import GlooGroup
 
@@ -45,8 +46,7 @@ class PendingSave:
         memory: of this rank's shards.
         objects: packed objects of this rank.
         overwrite: replace an existing step.
-        extras: files to add, and what was left out.
-        metrics: for the report.
+        extras: files and metrics to add, and what was left out.
         stall_s: seconds for which `save` has held the loop; 0 for a blocking save.
     """
 
@@ -58,7 +58,6 @@ class PendingSave:
     objects: Mapping[str, bytes]
     overwrite: bool
     extras: SaveExtras
-    metrics: Mapping[str, float]
     stall_s: float
 
 
@@ -80,6 +79,7 @@ class BackgroundWriter:
     last_step: int | None = None
     last_save: SaveReport | None = None
     _failures = 0
+    _before: tuple[SaveLayout | None, Path | str] = (None, "")
     _told: set[str]
     _running: Future[SaveReport] | None = None
     _pool: ThreadPoolExecutor | None = None
@@ -90,7 +90,7 @@ class BackgroundWriter:
         jobs: int,
         retry_s: float,
         max_failures: int,
-        keep: tuple[int | None, int | None],
+        rules: Retention,
         hooks: Hooks,
         step_format: str,
     ) -> None:
@@ -99,12 +99,12 @@ class BackgroundWriter:
         Args:
             candidates: the root, and the findings of `resume`.
             jobs, retry_s, max_failures: as for the manager.
-            keep: its keep_last and keep_every.
+            rules: which steps stay.
             hooks: called after each commit and each failure.
             step_format: of the names of steps.
         """
         self.candidates, self.root = candidates, candidates.root
-        self.jobs, self.retry_s, self.max_failures, self.keep = jobs, retry_s, max_failures, keep
+        self.jobs, self.retry_s, self.max_failures, self.rules = jobs, retry_s, max_failures, rules
         self._hooks, self._format, self.protected = hooks, step_format, set[int]()
         self._read_back, self._told = ReadBack(), set[str]()  # warnings on the store, logged once
 
@@ -201,21 +201,28 @@ class BackgroundWriter:
                     if group.rank == 0:
                         self._hooks.failed(save.step, error)
                     raise
-        report.stall_s, report.metrics = save.stall_s or report.seconds, save.metrics
+        self._before = save.layout, self.root.step_path(save.name)
+        report.stall_s, report.metrics = save.stall_s or report.seconds, save.extras.metrics
         self._failures, self.last_save = 0, report
         if save.is_numbered:
             self.last_step = save.step
         self.candidates.passed.discard(report.path)
-        for note in report.notes:
-            if note not in self._told:
-                log.warning("%s: %s", save.name, note)
-        self._told.update(report.notes)
+        self._tell(save, report)
         if group.rank == 0:
             if save.is_numbered:
                 self._follow_up(save.step, report.path)
             report.mirror_lag_steps = len(self.mirror.needed()) if self.mirror else 0
             self._hooks.committed(report)
         return report
+
+    def _tell(self, save: PendingSave, report: SaveReport) -> None:
+        """Logs the store's remarks, each once, and tensors that are not finite."""
+        for note in report.notes:
+            if note not in self._told:
+                log.warning("%s: %s", save.name, note)
+        self._told.update(report.notes)
+        if report.not_finite:
+            log.warning("%s is not finite: %s", save.name, name_some(report.not_finite))
 
     def _try(self, save: PendingSave, group: GlooGroup, attempts: Sequence[str]) -> SaveReport:
         target, what = self.target(save.name), save.name
@@ -244,8 +251,13 @@ class BackgroundWriter:
             attempts[-1],
             self._check_lock,
             overwrite,
-            save.extras,
+            replace(save.extras, before=self._step_before(save.layout)),
         )
+
+    def _step_before(self, layout: SaveLayout) -> Path | None:
+        """Returns the step that was written last, if it is on a disk and has the same layout."""
+        known, path = self._before
+        return path if known is layout and isinstance(path, Path) else None
 
     def refuse_hooks(self, method: str) -> None:
         """Refuses a call from a hook, which would wait for itself.
@@ -311,7 +323,7 @@ class BackgroundWriter:
                 for form in STEP_FORMATS
             ),
         ]
-        if retain(self.root, self.keep, kept, self._told, self.candidates.passed):
+        if retain(self.root, self.rules, kept, self._told, self.candidates.passed):
             self.resumed = None  # a newer one is committed
 
     def retain_copied(self) -> None:
@@ -321,8 +333,8 @@ class BackgroundWriter:
 
     @property
     def retained(self) -> Retained:
-        """How many steps stay, as for the manager, and numbers of steps that always stay."""
-        return self.keep, set(self.protected)
+        """Which steps stay, and numbers of steps that always stay."""
+        return self.rules, set(self.protected)
 
     def close(self) -> None:
         """Ends the thread after its last task."""

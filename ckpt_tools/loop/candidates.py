@@ -29,7 +29,11 @@ class Candidates:
     """
 
     def __init__(
-        self, root: RunRoot, mirror: RunRoot | None, options: Mapping[str, Any] | None
+        self,
+        root: RunRoot,
+        mirror: RunRoot | None,
+        options: Mapping[str, Any] | None,
+        allow_not_finite: bool = False,
     ) -> None:
         """Stores the places of steps.
 
@@ -37,7 +41,9 @@ class Candidates:
             root: of the run.
             mirror: the root to which steps are copied.
             options: of the store of a path that `resume` gets, as fsspec takes them.
+            allow_not_finite: take also a step whose save found NaN or infinity.
         """
+        self._allow_not_finite = allow_not_finite
         self.root, self._mirror, self._options = root, mirror, options
         self.passed: set[str] = set()
         self.branch: tuple[int, Mapping[str, str]] | None = None
@@ -54,7 +60,7 @@ class Candidates:
 
         Raises:
             NotACheckpointError: there is no such step.
-            IntegrityError: all steps are damaged.
+            IntegrityError: all steps are damaged or not finite.
             StorageError: the root cannot be read.
         """
         self.branch = None
@@ -70,6 +76,15 @@ class Candidates:
             names = ", ".join(os.path.basename(p) for p in damaged)
             raise IntegrityError(
                 f"every step is damaged: {names} ({printable(str(self.root.path))})"
+            )
+        if choice.not_finite and choice.step is None:
+            names = ", ".join(os.path.basename(p) for p in choice.not_finite)
+            raise IntegrityError(
+                f"no step is finite: {names} ({printable(str(self.root.path))})",
+                hint=(
+                    "ckpt check names the values; resume(step=N) loads a step anyway, and"
+                    " allow_not_finite=True allows them all"
+                ),
             )
         for passed, reason in choice.passed_over:
             self.pass_over(passed, reason)
@@ -90,11 +105,11 @@ class Candidates:
     def _newest(self, damaged: Sequence[Path | str]) -> Latest:
         """Returns the newest step of root and mirror; if the mirror is unreadable, of the root."""
         if self._mirror is None:
-            return latest_of([self.root], damaged)
+            return latest_of([self.root], damaged, self._allow_not_finite)
         try:
-            return latest_of([self.root, self._mirror], damaged)
+            return latest_of([self.root, self._mirror], damaged, self._allow_not_finite)
         except StorageError as error:
-            choice = latest_of([self.root], damaged)
+            choice = latest_of([self.root], damaged, self._allow_not_finite)
             if choice.step is None:
                 raise
             log.warning(

@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,10 +35,10 @@ from ckpt_tools.errors import (
 from ckpt_tools.loop import at_exit, rollback
 from ckpt_tools.loop.arguments import (
     check_choice,
-    check_keep_last,
     check_manager,
     check_name,
     check_step,
+    chosen_rules,
     shown_choice,
 )
 from ckpt_tools.loop.background import BackgroundWriter, PendingSave
@@ -49,6 +50,7 @@ from ckpt_tools.loop.load_request import LoadReport, LoadRequest, OnMismatch
 from ckpt_tools.loop.mirror import Mirror
 from ckpt_tools.loop.on_exception import saved_on_exception
 from ckpt_tools.loop.pack_objects import checksums, pack_objects, refuse_conflicts
+from ckpt_tools.loop.policy import Retention
 from ckpt_tools.loop.preemption import Preemption
 from ckpt_tools.loop.save import SaveLayout, SaveReport, agree_layout, extras_of, offers_of
 from ckpt_tools.loop.schedule import SaveSchedule
@@ -93,6 +95,7 @@ class CheckpointManager:
         *,
         keep_last: int | None = 3,
         keep_every: int | None = None,
+        retention: Retention | None = None,
         asynchronous: bool = True,
         when_busy: str = "wait",
         process_group: dist.ProcessGroup | None = None,
@@ -110,6 +113,8 @@ class CheckpointManager:
         on_error: OnError | Sequence[OnError] | None = None,
         step_format: str = STEP_FORMATS[0],
         export: HuggingFace | None = None,
+        statistics: bool = False,
+        allow_not_finite: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Claims a directory for this job, and removes unfinished files of dead jobs from it.
@@ -120,6 +125,7 @@ class CheckpointManager:
                 lease in an object store.
             keep_last: how many of the newest complete steps stay; all if None.
             keep_every: steps whose number is a multiple of this are never removed.
+            retention: rules in place of these two: also by time, by age, or by a metric.
             asynchronous: copy to host memory and write in the background.
             when_busy: what a save does while the previous one is still being written. `"wait"`
                 waits for it. `"skip"` skips the new one, if it is one in the background.
@@ -150,6 +156,10 @@ class CheckpointManager:
             step_format: of the names of the steps: `step-{:08d}`, `step-{}`, `checkpoint-{}` or
                 `global_step_{}`.
             export: write a copy in Hugging Face's layout beside a step, in the background.
+            statistics: measure every tensor while it is written: magnitudes, zeros, NaN and
+                infinity. They stand in the manifest; see `ckpt stats` and `ckpt check`.
+            allow_not_finite: resume also from a step that its save found not finite. Else such a
+                step is passed over.
             storage_options: options of the object store, in fsspec's form.
 
         Raises:
@@ -190,14 +200,15 @@ class CheckpointManager:
         self._stage, self._pid, self._process_group = Stage(), os.getpid(), process_group
         self._timeout_s = timeout_s
         there = open_root(mirror, storage_options) if mirror is not None else None
-        self._candidates = Candidates(self._root, there, storage_options)
+        self.statistics = statistics
+        self._candidates = Candidates(self._root, there, storage_options, allow_not_finite)
         self._search = StepSearch(self._candidates, self._group, storage_options)
         self._writer = BackgroundWriter(
             self._candidates,
             self._jobs,
             self.retry_s,
             max_failures,
-            (keep_last, keep_every),
+            chosen_rules(keep_last, keep_every, retention),
             Hooks(on_commit, on_error),
             step_format,
         )
@@ -284,7 +295,8 @@ class CheckpointManager:
             files: contents of small files that lie in the step, by name, such as a config. Rank 0's
                 count. The manifest seals them. A function that returns them is called on rank 0;
                 if it fails, all ranks raise.
-            metrics: numbers for the report that `on_commit` gets. They are not stored.
+            metrics: numbers of this step, such as a validation loss. The manifest and the report
+                that `on_commit` gets have them. Rank 0's count.
             name: of the directory below the root, if a trainer names its checkpoints itself.
                 Retention, `resume` and a mirror leave such a checkpoint alone; see `remove`.
             names_differ: the ranks have different names, such as the stages of a pipeline. The
@@ -333,7 +345,7 @@ class CheckpointManager:
                     )
                 if callable(files):
                     files = files() if self._group.rank == 0 else None
-                extras = extras_of(only, files)
+                extras = extras_of(only, files, metrics, self.statistics)
                 exported = export(state, only=only)
                 shards = local_shards(exported.tensors)
             below = None
@@ -366,7 +378,6 @@ class CheckpointManager:
             objects,
             overwrite,
             extras,
-            dict(metrics or {}),
             stall_s,
         )
         if is_background:
@@ -471,12 +482,11 @@ class CheckpointManager:
     @property
     def keep_last(self) -> int | None:
         """How many of the newest complete steps stay; all if None. It may change between saves."""
-        return self._writer.keep[0]
+        return self._writer.rules.last
 
     @keep_last.setter
     def keep_last(self, number: int | None) -> None:
-        check_keep_last(number)
-        self._writer.keep = (number, self._writer.keep[1])
+        self._writer.rules = replace(self._writer.rules, last=number)
 
     @property
     def protected_steps(self) -> set[int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.loop import rollback
+from ckpt_tools.loop.policy import Retention
 from ckpt_tools.loop.retention import retain
 from ckpt_tools.loop.waiting import wait_for_thread, with_hint
 from ckpt_tools.operations.copy import copy
@@ -30,8 +31,7 @@ from ckpt_tools.publish.steps import (
 from ckpt_tools.publish.superseded import RollbackNote, remove_note, write_note
 from ckpt_tools.storage import LocalStore
 
-# (keep_last, keep_every), and numbers of steps that always stay
-Retained = tuple[tuple[int | None, int | None], set[int]]
+Retained = tuple[Retention, set[int]]  # and numbers of steps that always stay
 
 
 class Mirror:
@@ -202,10 +202,10 @@ class Mirror:
     def _retain(self) -> None:
         """Removes old steps, but none whose original is pinned. A failure is only a warning."""
         pinned = [self.there.step_path(step.name) for step in self._steps() if step.is_pinned]
-        keep, protected = self._retained()
+        rules, protected = self._retained()
         best = [self.there.step_path(step_name(n, f)) for n in protected for f in STEP_FORMATS]
         kept = [*([self.resumed] if self.resumed else []), *pinned, *best]
-        if retain(self.there, keep, kept, self._told):
+        if retain(self.there, rules, kept, self._told):
             self.resumed = None
 
     def wait(self) -> None:

@@ -5,6 +5,7 @@ A step is removed in one instant: no reader ever sees a part of it.
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
 from ckpt_tools.formats.base import note_of
+from ckpt_tools.loop.policy import Retention
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.steps import Step, damage, find_step, look_at, survey
@@ -33,6 +35,7 @@ class Pruned:
 
     Attributes:
         removed: steps, oldest first.
+        policies: path of each step that a rule keeps, with the rules.
         kept: path of each step that the rules would remove but that stays, with the reason.
         damaged: path of each step that was read and found damaged, with the problem. Such a step is
             neither counted nor removed.
@@ -43,37 +46,27 @@ class Pruned:
     kept: dict[str, str] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    policies: dict[str, str] = field(default_factory=dict)
 
 
 def removable(
-    steps: Iterable[Step],
-    keep_last: int | None,
-    keep_every: int | None,
-    kept: Iterable[Path | str] = (),
+    steps: Iterable[Step], rules: Retention, kept: Iterable[Path | str] = ()
 ) -> list[Step]:
     """Returns the steps that the rules allow to remove.
-
-    The newest `keep_last` complete steps stay, and so does the only step.
 
     Args:
         steps: from `list_steps`. Incomplete and superseded steps, steps without a manifest, and
             links are neither counted nor removed.
-        keep_last: how many of the newest complete steps stay, at least 1; all if None.
-        keep_every: steps whose number is a multiple of this are never removed.
+        rules: which complete steps stay.
         kept: paths that stay whatever the rules say.
     """
-    if keep_last is None:
-        return []
-    kept = {str(path) for path in kept}
     complete = [s for s in steps if _counts(s)]
-    stay = kept | {str(s.path) for s in complete[-max(1, keep_last) :]}
-    return [
-        s
-        for s in complete
-        if s.is_removable
-        and str(s.path) not in stay
-        and not (keep_every and s.number % keep_every == 0)
-    ]
+    stay = {str(path) for path in kept} | _reasons(complete, rules).keys()
+    return [s for s in complete if s.is_removable and str(s.path) not in stay]
+
+
+def _reasons(complete: Sequence[Step], rules: Retention) -> dict[str, str]:
+    return rules.reasons(complete, dt.datetime.now(dt.UTC))
 
 
 def _counts(step: Step) -> bool:
@@ -93,8 +86,7 @@ def _counts(step: Step) -> bool:
 
 def prune_steps(
     root: RunRoot,
-    keep_last: int | None,
-    keep_every: int | None = None,
+    rules: Retention,
     kept: Iterable[Path | str] = (),
     dry_run: bool = False,
     reads: bool | None = None,
@@ -110,7 +102,7 @@ def prune_steps(
 
     Args:
         root: of the run.
-        keep_last, keep_every, kept: as for `removable`.
+        rules, kept: as for `removable`.
         dry_run: remove nothing.
         reads: read the counted steps first, and count the next older step for each damaged one.
             If None, only the newest step is read, so that at least one sound step stays.
@@ -126,11 +118,12 @@ def prune_steps(
     steps, needed = survey(root)
     victims, damaged = _choose(
         [step for step in steps if str(step.path) not in passed],
-        lambda counted: removable(counted, keep_last, keep_every, kept),
-        keep_last or 1,
+        lambda counted: removable(counted, rules, kept),
+        rules.last or 1,
         reads,
     )
-    result = Pruned(damaged=damaged)
+    counted = [step for step in steps if _counts(step) and str(step.path) not in damaged]
+    result = Pruned(damaged=damaged, policies=_reasons(counted, rules))
     links = root.links() if victims else []
     for step in victims:
         if reason := (
@@ -151,7 +144,7 @@ def prune_steps(
 
 def retain(
     root: RunRoot,
-    keep: tuple[int | None, int | None],
+    rules: Retention,
     kept: Iterable[Path | str],
     told: set[str],
     passed: Container[str] = (),
@@ -161,12 +154,11 @@ def retain(
     It reads no step: this run has just written the newest one and compared its bytes.
 
     Args:
-        root, kept, passed: as for `prune_steps`.
-        keep: `keep_last` and `keep_every`.
+        root, rules, kept, passed: as for `prune_steps`.
         told: messages that were logged before and are not repeated.
     """
     try:
-        result = prune_steps(root, *keep, kept, reads=False, passed=passed)
+        result = prune_steps(root, rules, kept, reads=False, passed=passed)
     except (CheckpointError, OSError) as error:
         log.warning("could not remove old steps: %s", error)
         return False

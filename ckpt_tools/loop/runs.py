@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tools.errors import PlanError
-from ckpt_tools.loop import retention
-from ckpt_tools.loop.retention import Pruned
+from ckpt_tools.loop.policy import Retention
+from ckpt_tools.loop.retention import Pruned, prune_steps
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish import steps as run_steps
 from ckpt_tools.publish.destinations import open_root
@@ -51,9 +51,10 @@ def latest(
 @checked()
 def prune(
     root: Root,
-    keep_last: int,
+    keep_last: int | None = None,
     *,
     keep_every: int | None = None,
+    retention: Retention | None = None,
     verify: bool | None = None,
     dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
@@ -66,6 +67,7 @@ def prune(
         root: directory of the run, a path or a URL. No job may be saving to it.
         keep_last: how many of the newest complete steps stay, at least 1.
         keep_every: steps whose number is a multiple of this stay too.
+        retention: rules in place of these two.
         verify: read the counted steps, and do not count damaged ones. If None, only the newest step
             is read.
         dry_run: remove nothing, and return what would be removed.
@@ -76,9 +78,10 @@ def prune(
         PlanError: a number is less than 1.
         StorageError: the directory cannot be read.
     """
+    if (keep_last is None) == (retention is None) or (retention and keep_every is not None):
+        raise PlanError("expected keep_last, or retention in its place")
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and (type(value) is not int or value < 1):
             raise PlanError(f"{name}: expected a whole number of at least 1, got {value!r}")
-    return retention.prune_steps(
-        open_root(root, storage_options), keep_last, keep_every, dry_run=dry_run, reads=verify
-    )
+    rules = Retention(keep_last, keep_every) if retention is None else retention
+    return prune_steps(open_root(root, storage_options), rules, dry_run=dry_run, reads=verify)

@@ -7,17 +7,20 @@ manifest.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ckpt_tools.core.box import Box
 from ckpt_tools.core.catalog import TORCH_ZIP, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.coverage import check
 from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.engine.statistics import Moments, add_moments
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, Template, TensorMeta
@@ -26,6 +29,7 @@ from ckpt_tools.loop.shards import Shard, alias_key
 from ckpt_tools.loop.state_dict import TRAINABLE
 from ckpt_tools.loop.write import (
     FilePlan,
+    RankFile,
     ShardInfo,
     commit,
     describe,
@@ -91,6 +95,7 @@ class SaveReport:
         stall_s: seconds for which `save` held the training loop.
         metrics: as given to `save`.
         mirror_lag_steps: on rank 0, steps that the mirror does not have yet, this one included.
+        not_finite: on rank 0, tensors with NaN or infinite values, if the save measured them.
     """
 
     path: str
@@ -103,6 +108,7 @@ class SaveReport:
     stall_s: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
     mirror_lag_steps: int = 0
+    not_finite: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +119,29 @@ class SaveExtras:
         files: contents of small files that lie in the checkpoint, by name.
         only: `"trainable"` if frozen parameters are left out, `"chosen"` if a function chose, else
             "".
+        metrics: numbers of the step. The manifest stores one that is not finite as null.
+        statistics: measure every tensor. All ranks have the same value.
+        before: the step that was saved last, with the same layout, to measure changes from.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     only: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    statistics: bool = False
+    before: Path | None = None
 
 
-def extras_of(only: str | Callable[[str], bool], files: Mapping[str, bytes] | None) -> SaveExtras:
+def extras_of(
+    only: str | Callable[[str], bool],
+    files: Mapping[str, bytes] | None,
+    metrics: Mapping[str, float] | None = None,
+    statistics: bool = False,
+) -> SaveExtras:
     """Returns what a save has besides its state.
 
     Raises:
         ValueError: an unknown choice, or a name that a checkpoint needs for itself.
+        TypeError: a file is not bytes, or a metric is not a number.
     """
     if not callable(only) and only not in ("", TRAINABLE):
         raise ValueError(f"only: expected {TRAINABLE!r} or a function of a name, got {only!r}")
@@ -134,7 +152,26 @@ def extras_of(only: str | Callable[[str], bool], files: Mapping[str, bytes] | No
             raise ValueError(f"files: a step cannot have a file named {name!r}")
         if not isinstance(data, bytes):
             raise TypeError(f"files[{name!r}]: expected bytes, got a {type(data).__name__}")
-    return SaveExtras(dict(files or {}), "chosen" if callable(only) else only)
+    kind = "chosen" if callable(only) else only
+    return SaveExtras(dict(files or {}), kind, numbers_of(metrics or {}), statistics)
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Returns metrics as floats; a tensor of one element is a number, too.
+
+    Raises:
+        TypeError: a name is no text, or a value is no number.
+    """
+    found = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 200:
+            raise ValueError(f"metrics: expected a short printable name, got {name!r}")
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            kind = type(value).__name__
+            raise TypeError(f"metrics[{name!r}]: expected a number, got a {kind}") from None
+    return found
 
 
 # ---- agreeing ------------------------------------------------------------------------------------
@@ -397,7 +434,7 @@ def write(
             visible at `target`.
     """
     what, began = target.url.rpartition("/")[2], time.monotonic()
-    notes, digest = list[str](), ""
+    notes, digest, not_finite = list[str](), "", list[str]()
     with ExitStack() as stack:
         with group.phase(f"begin {what}"):
             if group.rank == 0:
@@ -406,7 +443,9 @@ def write(
         with group.phase(f"write {what}"):
             if group.rank:
                 staged = target.join(attempt)
-            part = write_part(layout.file, target, staged, memory, list(objects.values()), jobs)
+            packed = list(objects.values())
+            measures, before = extras.statistics, extras.before
+            part = write_part(layout.file, target, staged, memory, packed, jobs, measures, before)
             files = write_files(staged, extras.files) if group.rank == 0 else {}
         parts = group.gather(part._replace(shares={}), f"write {what}")
         prints = group.xor(_prints(layout, part.shares), f"write {what}")
@@ -424,14 +463,22 @@ def write(
                     places, attempt, lambda file: target.name(file, attempt)
                 )
                 before_commit()
-                manifest = describe(target, staged, index, parts, _seal(layout.head, prints))
-                manifest = replace(manifest, step=step, files={**manifest.files, **files})
+                tensors = _seal(layout.head, prints, parts)
+                manifest = describe(target, staged, index, parts, tensors)
+                manifest = replace(
+                    manifest,
+                    step=step,
+                    files={**manifest.files, **files},
+                    metrics={n: v if math.isfinite(v) else None for n, v in extras.metrics.items()},
+                )
                 if extras.only:
                     manifest = replace(manifest, source={"only": extras.only})
-                digest = hex64(crc64nvme(manifest.render()))
+                digest, not_finite = hex64(crc64nvme(manifest.render())), manifest.not_finite
                 notes = commit(staged, manifest, index)
     nbytes, seconds = sum(p.nbytes for p in parts), time.monotonic() - began
-    return SaveReport(target.url, part.nbytes, nbytes, seconds, notes, step, digest)
+    return SaveReport(
+        target.url, part.nbytes, nbytes, seconds, notes, step, digest, not_finite=not_finite
+    )
 
 
 def _prints(layout: SaveLayout, shares: Mapping[str, int]) -> list[int]:
@@ -442,9 +489,15 @@ def _prints(layout: SaveLayout, shares: Mapping[str, int]) -> list[int]:
     return values
 
 
-def _seal(head: MetadataHead, prints: Sequence[int]) -> dict[str, SealedTensor]:
+def _seal(
+    head: MetadataHead, prints: Sequence[int], parts: Sequence[RankFile]
+) -> dict[str, SealedTensor]:
+    moments: dict[str, Moments] = {}
+    for part in parts:
+        add_moments(moments, part.moments.items())
+    found = {fqn: one.result() for fqn, one in moments.items()}
     tensors = {
-        fqn: sealed._replace(fingerprint=f"{value:016x}")
+        fqn: sealed._replace(fingerprint=f"{value:016x}", statistics=found.get(fqn))
         for (fqn, sealed), value in zip(head.tensors, prints, strict=True)
     }
     return tensors | {

@@ -33,6 +33,8 @@ def save(
     overwrite: bool = False,
     only: str | Callable[[str], bool] = "",
     files: Mapping[str, bytes] | Callable[[], Mapping[str, bytes]] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    statistics: bool = False,
     jobs: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -48,7 +50,8 @@ def save(
         state: modules, optimizers, other objects with `state_dict`, tensors and plain values by
             name, as `CheckpointManager.save` takes them.
         overwrite: replace a checkpoint at that path, once the new one is complete.
-        only, files: as for `CheckpointManager.save`.
+        only, files, metrics: as for `CheckpointManager.save`.
+        statistics: measure every tensor, as for `CheckpointManager`.
         jobs: threads of this rank; the processors of the machine, at most 4, if None.
         storage_options: of the object store, as fsspec takes them.
         process_group: the ranks that save together; all if None. Without an initialised
@@ -67,7 +70,7 @@ def save(
             with group.phase("collect the state"):
                 if callable(files):
                     files = files() if group.rank == 0 else None
-                extras = extras_of(only, files)
+                extras = extras_of(only, files, metrics, statistics)
                 exported = export(state, only=only)
                 shards = local_shards(exported.tensors)
                 objects, paths = pack_objects(exported, group.rank)

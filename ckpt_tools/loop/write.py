@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_tools.core.box import Box
@@ -17,12 +18,13 @@ from ckpt_tools.core.plan import Literal, Slot, Target, plan_transfer
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Batch, schedule, tile_bytes
 from ckpt_tools.engine.sinks import WriteSink
+from ckpt_tools.engine.statistics import Moments
 from ckpt_tools.errors import StorageError
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation
 from ckpt_tools.publish.base import Attempt, Destination
 from ckpt_tools.publish.manifest import Manifest, SealedFile, SealedTensor, file_name, seal_file
-from ckpt_tools.storage import MemoryStore, write_file
+from ckpt_tools.storage import LocalStore, MemoryStore, write_file
 
 _MANIFEST_ROOM_BYTES = 1 << 20
 
@@ -59,6 +61,7 @@ class RankFile(NamedTuple):
         runs: (start, bytes, CRC-64, CRC-32) of the cells of long shards.
         objects: (start, bytes) of each object.
         shares: the rank's share of each tensor's fingerprint. The commit does not need it.
+        moments: the statistics of the rank's part of each tensor; empty if they are not wanted.
     """
 
     nbytes: int
@@ -66,6 +69,7 @@ class RankFile(NamedTuple):
     runs: tuple[tuple[int, int, int, int], ...]
     objects: tuple[tuple[int, int], ...]
     shares: Mapping[str, int]
+    moments: Mapping[str, Moments] = {}
 
 
 NOTHING = RankFile(0, 0, (), (), {})
@@ -105,6 +109,8 @@ def write_part(
     memory: Sequence[memoryview],
     objects: Sequence[bytes],
     jobs: int,
+    measures: bool = False,
+    before: Path | None = None,
 ) -> RankFile:
     """Writes a rank's file and makes it durable.
 
@@ -115,6 +121,8 @@ def write_part(
         memory: the bytes of every shard, in the plan's order.
         objects: archives that come after the shards.
         jobs: threads.
+        measures: also compute statistics.
+        before: the step before, with the same layout, from which the changes are measured.
 
     Raises:
         StorageError: there is no room, or a write failed.
@@ -129,7 +137,13 @@ def write_part(
         return NOTHING
     target.check_room(nbytes + _MANIFEST_ROOM_BYTES)
     whole_file = replace(plan.target, file_sizes={name: nbytes}, literals=tuple(literals))
-    sink = WriteSink(whole_file, staged.writable, lambda file: target.name(file, staged.attempt))
+    sink = WriteSink(
+        whole_file,
+        staged.writable,
+        lambda file: target.name(file, staged.attempt),
+        measures=measures,
+        before=LocalStore(before) if measures and before is not None else None,
+    )
     try:
         sink.open()
         run(
@@ -143,7 +157,8 @@ def write_part(
         sink.abort()
     staged.sync()
     shares = {fqn: sink.fingerprints.share_of(fqn) for fqn in plan.target.slots}
-    return RankFile(nbytes, checksums[name], tuple(sink.runs_of(name)), tuple(places), shares)
+    runs = tuple(sink.runs_of(name))
+    return RankFile(nbytes, checksums[name], runs, tuple(places), shares, sink.moments)
 
 
 def write_files(staged: Attempt, files: Mapping[str, bytes]) -> dict[str, SealedFile]:

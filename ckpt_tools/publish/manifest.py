@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 from ckpt_tools.core.box import whole
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Plan
+from ckpt_tools.core.statistics import TensorStatistics, unpack_statistics
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import MANIFEST, note_name, note_of, short_name
@@ -45,11 +47,15 @@ class SealedFile(NamedTuple):
 
 
 class SealedTensor(NamedTuple):
-    """A tensor with the checksum of its row-major little-endian bytes, however it is sharded."""
+    """A tensor with the checksum of its row-major little-endian bytes, however it is sharded.
+
+    `statistics` is None if the writer did not compute them.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     fingerprint: str
+    statistics: TensorStatistics | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,19 @@ class Manifest:
     index: tuple[str, SealedFile] | None
     tensors: Mapping[str, SealedTensor] = field(repr=False)
     step: int | None = None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+
+    @property
+    def not_finite(self) -> list[str]:
+        """Returns the names of the tensors with NaN or infinity, as far as the save measured it."""
+        return [
+            fqn for fqn, t in self.tensors.items() if t.statistics and not t.statistics.is_finite
+        ]
+
+    @property
+    def has_statistics(self) -> bool:
+        """Tells whether the save measured its tensors."""
+        return any(t.statistics is not None for t in self.tensors.values())
 
     @classmethod
     def now(
@@ -92,6 +111,8 @@ class Manifest:
         body: dict[str, Any] = {"ckpt_manifest": VERSION, "checksum": CHECKSUM}
         body |= {f.name: getattr(self, f.name) for f in fields(self)}
         body["index"] = {"name": self.index[0], **_fields(self.index[1])} if self.index else None
+        if not self.metrics:
+            del body["metrics"]
         lines = [
             f" {json.dumps(key)}:"
             f" {_table(value) if key in ('files', 'tensors') else json.dumps(value)}"
@@ -109,7 +130,10 @@ def _table(entries: Mapping[str, SealedFile | SealedTensor]) -> str:
 
 
 def _fields(entry: SealedFile | SealedTensor) -> dict[str, Any]:
-    return {key: value for key, value in entry._asdict().items() if key != "runs" or value}
+    values = {key: value for key, value in entry._asdict().items() if value or key not in _OPTIONAL}
+    if "statistics" in values:
+        values["statistics"] = values["statistics"].packed()
+    return values
 
 
 def file_name(attempt: str, beside: str = "") -> str:
@@ -123,6 +147,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "world_size": (int, type(None)),
     "step": (int, type(None)),
 }
+_OPTIONAL = ("runs", "statistics")  # absent rather than empty
 _HEX = re.compile(r"[0-9a-f]+")
 _ATTEMPT = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _OWN = re.compile(rb',\n "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
@@ -157,16 +182,12 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
             **{
                 f.name: body[f.name]
                 for f in fields(Manifest)
-                if f.name not in ("files", "index", "tensors")
+                if f.name not in ("files", "index", "tensors", "metrics")
             },
+            metrics=_metrics(body.get("metrics", {})),
             files={str(name): _sealed(entry) for name, entry in body["files"].items()},
             index=None if index is None else (str(index["name"]), _sealed(index)),
-            tensors={
-                str(fqn): SealedTensor(
-                    str(t["dtype"]), tuple(map(int, t["shape"])), _hex(t["fingerprint"])
-                )
-                for fqn, t in body["tensors"].items()
-            },
+            tensors={str(fqn): _sealed_tensor(entry) for fqn, entry in body["tensors"].items()},
         )
     except (
         ValueError,
@@ -280,6 +301,23 @@ def _sealed_range(run: Sequence[Any], file_nbytes: int) -> SealedRange:
     ):
         raise ValueError(f"a run is {run!r} of a file of {file_nbytes} bytes")
     return SealedRange(start, nbytes, _hex(crc64), _hex(crc32, 8))
+
+
+def _metrics(entry: Mapping[str, Any]) -> dict[str, float | None]:
+    for name, value in entry.items():
+        if type(value) not in (int, float, type(None)) or not math.isfinite(value or 0.0):
+            raise ValueError(f"metrics[{name!r}] is {value!r}")
+    return {str(name): value if value is None else float(value) for name, value in entry.items()}
+
+
+def _sealed_tensor(entry: Mapping[str, Any]) -> SealedTensor:
+    shape, found = tuple(map(int, entry["shape"])), entry.get("statistics")
+    return SealedTensor(
+        str(entry["dtype"]),
+        shape,
+        _hex(entry["fingerprint"]),
+        None if found is None else unpack_statistics(str(entry["dtype"]), shape, found),
+    )
 
 
 def _hex(value: object, digits: int = 16) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.errors import CheckpointError
+from ckpt_tools.errors import CheckpointError, printable
 from ckpt_tools.formats.base import PIN
 from ckpt_tools.formats.registry import INDEXES, check_metadata, detect_in
 from ckpt_tools.publish.check_manifest import first_problem
@@ -59,6 +59,18 @@ class Step:
         return os.path.basename(self.path)
 
     @property
+    def not_finite(self) -> str:
+        """Returns the tensors with NaN or infinity, for a message; "" if none are known."""
+        return name_some(self.manifest.not_finite) if self.manifest is not None else ""
+
+    @property
+    def is_finite(self) -> bool | None:
+        """Tells whether all values are finite; None if the save did not measure them."""
+        if self.manifest is None or not self.manifest.has_statistics:
+            return None
+        return not self.manifest.not_finite
+
+    @property
     def attempt(self) -> str:
         """Returns the id of the attempt that wrote it; "" without a manifest."""
         return self.manifest.attempt if self.manifest is not None else ""
@@ -77,12 +89,22 @@ class Step:
         )
 
 
+def name_some(names: Sequence[str]) -> str:
+    """Returns the names of tensors with NaN or infinity for a message; "" for none."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"NaN or infinity in {printable(names[0])}{more}" if names else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """The step to resume from, and each newer step that was passed over, with the reason."""
+    """The step to resume from, and each newer step that was passed over, with the reason.
+
+    `not_finite` has the paths of those that were passed over for their values alone.
+    """
 
     step: Step | None
     passed_over: Sequence[tuple[Path | str, str]]
+    not_finite: Sequence[Path | str] = ()
 
 
 def is_step_name(name: str) -> bool:
@@ -322,34 +344,50 @@ def damage(step: Step | None) -> str:
         store.close()
 
 
-def find_latest(root: RunRoot, verify: bool = False, skip: Container[Path | str] = ()) -> Latest:
+def find_latest(
+    root: RunRoot,
+    verify: bool = False,
+    skip: Container[Path | str] = (),
+    allow_not_finite: bool = False,
+) -> Latest:
     """Finds the newest complete step by number. Superseded steps do not count.
 
     Args:
         root: of the run.
         verify: also read every byte, and pass over a step whose checksums are wrong.
         skip: paths that are known to be damaged.
+        allow_not_finite: take also a step whose save found NaN or infinity.
     """
     found = _find(root)
-    return _latest(found, verify, skip, _victims(found))
+    return _latest(found, verify, skip, _victims(found), allow_not_finite)
 
 
 def _latest(
-    found: _Found, verify: bool, skip: Container[Path | str], victims: Mapping[tuple[str, str], str]
+    found: _Found,
+    verify: bool,
+    skip: Container[Path | str],
+    victims: Mapping[tuple[str, str], str],
+    allow_not_finite: bool,
 ) -> Latest:
     passed: list[tuple[Path | str, str]] = []
+    not_finite: list[Path | str] = []
     for number, store in reversed(found.steps):
         step = _judged(look_at(number, store), victims)
         if step.path in skip or step.superseded_by or not found.shows(step):
             continue
         problem = damage(step) if verify else unsound(step)
+        if not problem and not allow_not_finite and step.not_finite:
+            problem = step.not_finite
+            not_finite.append(step.path)
         if not problem:
-            return Latest(step, passed)
+            return Latest(step, passed, not_finite)
         passed.append((step.path, problem))
-    return Latest(None, passed)
+    return Latest(None, passed, not_finite)
 
 
-def latest_of(roots: Sequence[RunRoot], skip: Container[Path | str] = ()) -> Latest:
+def latest_of(
+    roots: Sequence[RunRoot], skip: Container[Path | str] = (), allow_not_finite: bool = False
+) -> Latest:
     """Finds the newest complete step of several places, the first of them where they are equal;
     arguments as for `find_latest`.
 
@@ -357,9 +395,10 @@ def latest_of(roots: Sequence[RunRoot], skip: Container[Path | str] = ()) -> Lat
     """
     places = [_find(root) for root in roots]
     victims = {victim: by for found in places for victim, by in _victims(found).items()}
-    best = [_latest(found, False, skip, victims) for found in places]
+    best = [_latest(found, False, skip, victims, allow_not_finite) for found in places]
     step = max((b.step for b in best if b.step is not None), key=lambda s: s.number, default=None)
-    return Latest(step, [item for b in best for item in b.passed_over])
+    passed = [item for b in best for item in b.passed_over]
+    return Latest(step, passed, [path for b in best for path in b.not_finite])
 
 
 def find_step(root: RunRoot, name: str) -> Step | None:

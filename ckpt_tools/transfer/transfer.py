@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 from ckpt_tools.core.catalog import Catalog, Extent
 from ckpt_tools.core.checksum import crc64nvme, hex64
@@ -77,6 +78,8 @@ class TransferRequest:
         left_out, stripped: for the report.
         alter: by tensor, what changes its values during the copy.
         changes: an opaque version of `alter`, which changes when the changes do.
+        prove: called before anything is published; it raises if the bytes read were wrong.
+        about: more facts on the source, for the manifest.
         may_assume: in a remote store, read payloads from their usual positions, and check the
             positions afterwards.
     """
@@ -92,6 +95,8 @@ class TransferRequest:
     stripped: Mapping[str, int] = field(default_factory=dict)
     alter: Mapping[str, Alter] = field(default_factory=dict)
     changes: str = ""
+    prove: Callable[[Group], None] | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
     may_assume: bool = True
 
 
@@ -335,6 +340,8 @@ class Transfer:
             self.fingerprints = copied | self.sink.fingerprints.join()
             with self.resume.forgotten_if_wrong(attempt):
                 prove_fingerprints(self.source, self.prints, self.fingerprints)
+        if self.request.prove is not None:
+            self.request.prove(self.group)
         return True
 
     def _collect(
@@ -389,6 +396,7 @@ class Transfer:
             "world_size": source.catalog.world_size,
             "save_id": source.catalog.extras.get("save_id"),
         }
+        about |= self.request.about
         if self.resume.work:
             about["work"] = self.resume.work
         sealed = SealedFile(len(index.data), hex64(crc64nvme(index.data))) if index else None
@@ -400,9 +408,19 @@ class Transfer:
             world_size=self.target.world_size,
             files=files,
             index=(index.file, sealed) if index and sealed else None,
-            tensors=tensors,
+            tensors=self._with_statistics(tensors),
             step=_step_of(self.sealed, self.dst.url),
         )
+
+    def _with_statistics(self, tensors: Mapping[str, SealedTensor]) -> dict[str, SealedTensor]:
+        """Adds the statistics of the source's manifest to the tensors that have the same values."""
+        known = self.sealed.tensors if self.sealed is not None else {}
+        return {
+            fqn: tensor._replace(statistics=known[self.prints[fqn].fqn].statistics)
+            if fqn in self.prints
+            else tensor
+            for fqn, tensor in tensors.items()
+        }
 
     # ---- report ----------------------------------------------------------------------------------
 

@@ -24,17 +24,25 @@ ARGUMENTS = {
     "merge": "s.pt out.safetensors",
     "reshard": "s.pt out",
     "convert": "s.pt out",
+    "average": "s.pt s.pt out.safetensors",
     "verify": "s.pt",
     "diff": "s.pt s.pt",
+    "stats": "s.pt",
     "seal": "s.pt",
     "salvage": "s.pt out",
     "copy": "s.pt out.pt",
     "ls": "run",
     "latest": "run",
+    "best": "run",
     "prune": "run",
     "pin": "run/step-1",
 }
-NEEDED = {"reshard": "--to 2", "convert": "--to dcp", "prune": "--keep-last 1"}
+NEEDED = {
+    "reshard": "--to 2",
+    "convert": "--to dcp",
+    "prune": "--keep-last 1",
+    "best": "--metric loss",
+}
 FLAGS = {
     "--tree",
     "--ranks",
@@ -53,6 +61,11 @@ FLAGS = {
     "--remove",
     "--check",
     "--require-manifest",
+    "--histogram",
+    "--each",
+    "--metrics",
+    "--allow-not-finite",
+    "--higher-is-better",
 }
 # a value that matches nothing, or that is none, of every other option; more words that it needs
 NOTHING = {
@@ -83,6 +96,16 @@ NOTHING = {
     "--keep-last": "0",
     "--keep-every": "0",
     "--grace-hours": "-1",
+    "--keep-spaced": "0s",
+    "--keep-younger": "soon",
+    "--keep-best": "1",
+    "--metric": "zz",
+    "--last": "2",
+    "--steps": "1:2",
+    "--weights": "1,x",
+    "--schedule": "steep",
+    "--scale": "0.5",
+    "--config-from": "no/such",
 }
 SPECIAL = {
     ("convert", "--to"): "zz",

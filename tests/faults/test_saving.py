@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from ckpt_tools import CheckpointManager, StorageError
+from ckpt_tools.loop.policy import Retention
 from ckpt_tools.loop.retention import prune_steps
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import damage, list_steps
@@ -81,7 +82,7 @@ def test_a_disk_that_is_full_fails_the_save_and_once_there_is_room_saving_goes_o
                 (2, ""),
                 (3, ""),
             ]
-            prune_steps(open_root(tmp_path), 1)
+            prune_steps(open_root(tmp_path), Retention(1))
             checkpoints.save(5, state)
         assert [(s.number, damage(s)) for s in list_steps(open_root(tmp_path))] == [
             (3, ""),

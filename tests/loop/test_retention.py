@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, NotACheckpointError
+from ckpt_tools.loop.policy import Retention
 from ckpt_tools.loop.retention import pin_step, prune_steps, removable
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.manifest import Manifest
@@ -70,7 +71,7 @@ def flip(path: Path, at: int = 200) -> None:
 
 def test_a_stock_checkpoint_is_a_step_and_never_removed(run: Path) -> None:
     dcp.save({"w": torch.ones(3)}, checkpoint_id=run / "step-2", no_dist=True)
-    assert numbers(prune_steps(open_root(run), 1).removed) == [10, 20]
+    assert numbers(prune_steps(open_root(run), Retention(1)).removed) == [10, 20]
     assert numbers(list_steps(open_root(run))) == [2, 30]
 
 
@@ -80,7 +81,7 @@ def test_a_linked_step_is_never_removed(
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "kept"
     os.rename(run / step_name(10), elsewhere)
     (run / step_name(10)).symlink_to(elsewhere)
-    assert numbers(prune_steps(open_root(run), 1).removed) == [20]
+    assert numbers(prune_steps(open_root(run), Retention(1)).removed) == [20]
     assert elsewhere.is_dir()
 
 
@@ -128,7 +129,7 @@ def test_retention_never_takes_the_newest_complete_ones_nor_those_kept_by_rule(
         Step(n, Path(step_name(n)), 1, sealed, "" if is_complete else "broken")
         for n, is_complete in found
     ]
-    gone = removable(steps, keep_last, keep_every)
+    gone = removable(steps, Retention(keep_last, keep_every))
     complete = [s for s in steps if not s.problem]
     assert not set(numbers(gone)) & set(numbers(complete[-keep_last:]))
     assert all(not s.problem and not (keep_every and s.number % keep_every == 0) for s in gone)
@@ -150,7 +151,7 @@ def test_what_a_link_leads_to_stays(run: Path, ckpt: Run) -> None:
     (run / "step-40").unlink()
     (run / step_name(20)).mkdir()
     (run / step_name(20) / "base").symlink_to(run / step_name(10) / "__0_0.distcp")
-    assert prune_steps(open_root(run), 1).kept == {
+    assert prune_steps(open_root(run), Retention(1)).kept == {
         str(run / step_name(10)): f"the link {step_name(20)}/base leads to it"
     }
 
@@ -205,7 +206,7 @@ def test_a_pin_keeps_a_step_and_is_shown(run: Path, ckpt: Run) -> None:
         False,
         False,
     ]
-    assert numbers(prune_steps(open_root(run), 1).removed) == [20] and left(run) == [
+    assert numbers(prune_steps(open_root(run), Retention(1)).removed) == [20] and left(run) == [
         step_name(10),
         step_name(30),
     ]
@@ -214,7 +215,7 @@ def test_a_pin_keeps_a_step_and_is_shown(run: Path, ckpt: Run) -> None:
     assert refused.returncode == 15 and "ckpt.pin" in refused.stderr
     assert ckpt("pin", run / step_name(10), "--remove").returncode == 0
     assert "was not pinned" in ckpt("pin", run / step_name(10), "--remove").stdout
-    assert numbers(prune_steps(open_root(run), 1).removed) == [10]
+    assert numbers(prune_steps(open_root(run), Retention(1)).removed) == [10]
     assert ckpt("pin", run / step_name(10)).returncode == 10 and ckpt("pin", run).returncode == 10
     with pytest.raises(NotACheckpointError, match="no step of a run"):
         pin_step(run / "step-77")
@@ -229,22 +230,22 @@ def test_the_newest_is_read_before_all_others_go(run: Path, ckpt: Run) -> None:
     assert left(run) == [step_name(20), step_name(30)]
     flip(run / step_name(20) / "__0_0.distcp")
     # nothing sound is left to stay
-    assert prune_steps(open_root(run), 1).removed == [] and left(run) == [
+    assert prune_steps(open_root(run), Retention(1)).removed == [] and left(run) == [
         step_name(20),
         step_name(30),
     ]
-    assert numbers(prune_steps(open_root(run), 1, reads=False).removed) == [20]
+    assert numbers(prune_steps(open_root(run), Retention(1), reads=False).removed) == [20]
 
 
 def test_every_step_that_is_counted_is_read_where_asked_for(run: Path) -> None:
     flip(run / step_name(20) / "__0_0.distcp")
     ckpt_tools.reshard(run / step_name(30), run / step_name(5), to_ranks=1)
     # step 5 is a copy without a number of its own: it is neither counted nor removed
-    assert numbers(prune_steps(open_root(run), 2, dry_run=True).removed) == [10]
-    result = prune_steps(open_root(run), 2, reads=True)
+    assert numbers(prune_steps(open_root(run), Retention(2), dry_run=True).removed) == [10]
+    result = prune_steps(open_root(run), Retention(2), reads=True)
     assert not result.removed and list(result.damaged) == [str(run / step_name(20))]
     assert left(run) == [step_name(5), step_name(10), step_name(20), step_name(30)]
-    assert numbers(prune_steps(open_root(run), 1, reads=True).removed) == [10, 20]
+    assert numbers(prune_steps(open_root(run), Retention(1), reads=True).removed) == [10, 20]
 
 
 FOREIGN = {
@@ -265,7 +266,7 @@ def test_a_step_that_nobody_sealed_is_not_counted_and_not_removed(
     """However large its number: it could be planted, so that retention removes all real steps."""
     planted = run / step_name(99)
     FOREIGN[case](planted, run)
-    assert numbers(prune_steps(open_root(run), 1, dry_run=True).removed) == [10, 20]
+    assert numbers(prune_steps(open_root(run), Retention(1), dry_run=True).removed) == [10, 20]
     assert ckpt("prune", run, "--keep-last", 1).returncode == 0
     assert left(run) == [step_name(30), step_name(99)]
     with CheckpointManager(run, keep_last=1) as checkpoints:
@@ -323,7 +324,7 @@ def test_pins_and_foreign_objects_keep_a_step_in_a_bucket(server: Server) -> Non
     assert (
         run_ckpt("pin", f"{url}/{step_name(1)}", "--remove", **server.environment).returncode == 0
     )
-    assert numbers(prune_steps(open_root(url, server.options), 1).removed) == [1]
+    assert numbers(prune_steps(open_root(url, server.options), Retention(1)).removed) == [1]
 
 
 def wait_for(mirror: str, step: int) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ckpt_tools import CheckpointManager, StorageError
+from ckpt_tools.loop.policy import Retention
 from ckpt_tools.loop.retention import prune_steps
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import (
@@ -101,7 +102,7 @@ def test_the_first_new_step_supersedes_the_newer_ones_which_stay_under_another_n
         False,
         True,
     ]
-    assert prune_steps(open_root(run), 1).removed and [
+    assert prune_steps(open_root(run), Retention(1)).removed and [
         s.superseded_by != "" for s in list_steps(open_root(run), with_superseded=True)
     ] == [True, False, True]
 

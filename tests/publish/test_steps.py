@@ -16,6 +16,7 @@ import torch
 from awscrt.checksums import crc64nvme
 
 from ckpt_tools import CheckpointManager, FormatError, StorageError
+from ckpt_tools.loop.policy import Retention
 from ckpt_tools.loop.retention import removable
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.manifest import parse_manifest
@@ -113,7 +114,7 @@ def test_an_incomplete_step_is_passed_over_with_the_reason(case: str, run: Path)
     assert found.step is not None and found.step.number == 1000
     assert [path for path, _ in found.passed_over] == [newest(run)]
     assert reason in found.passed_over[0][1]
-    assert numbers(removable(list_steps(open_root(run)), 1, None)) == [
+    assert numbers(removable(list_steps(open_root(run)), Retention(1, None))) == [
         900
     ]  # neither counted nor removed
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError
+from ckpt_tools.loop.policy import Retention
 from ckpt_tools.loop.retention import prune_steps
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import step_name
@@ -132,7 +133,7 @@ def test_prune_leaves_a_sound_step_however_many_of_the_newest_are_damaged(
     saved(tmp_path, [1, 2, 3, 4, 5])
     damage(tmp_path, 4)
     damage(tmp_path, 5)
-    prune_steps(open_root(tmp_path), keep_last)
+    prune_steps(open_root(tmp_path), Retention(keep_last))
     left = {int(p.name[5:]) for p in tmp_path.glob("step-*")}
     assert left & {1, 2, 3}
 
@@ -153,7 +154,7 @@ def test_a_resharded_step_under_its_own_number_takes_part_in_retention(tmp_path:
         ckpt_tools.reshard(
             tmp_path / "a" / step_name(step), tmp_path / "b" / step_name(step), to_ranks=2
         )
-    assert [s.number for s in prune_steps(open_root(tmp_path / "b"), 1).removed] == [1]
+    assert [s.number for s in prune_steps(open_root(tmp_path / "b"), Retention(1)).removed] == [1]
 
 
 def test_folders_with_names_like_those_of_leftovers_stay(tmp_path: Path, ckpt: Run) -> None:
@@ -269,5 +270,5 @@ def test_wrong_usage_is_json_too(tmp_path: Path, ckpt: Run) -> None:
 def test_an_empty_folder_of_somebody_keeps_its_step(tmp_path: Path) -> None:
     saved(tmp_path, [1, 2])
     (tmp_path / step_name(1) / "hf").mkdir()
-    result = prune_steps(open_root(tmp_path), 1)
+    result = prune_steps(open_root(tmp_path), Retention(1))
     assert not result.removed and "hf/" in next(iter(result.kept.values()))

@@ -7,8 +7,9 @@ transfer engine then copies the bytes.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Unpack, cast
+from typing import Any, Unpack, cast
 
 from ckpt_tools.core.catalog import (
     Catalog,
@@ -48,7 +49,7 @@ from ckpt_tools.operations.merge_reshard import (
 )
 from ckpt_tools.operations.side_files import left_beside
 from ckpt_tools.publish.destinations import open_destination
-from ckpt_tools.ranks.base import ALONE
+from ckpt_tools.ranks.base import ALONE, Group
 from ckpt_tools.transfer.options import Options, Path_
 from ckpt_tools.transfer.result import TransferResult
 from ckpt_tools.transfer.transfer import TransferRequest, transfer
@@ -74,6 +75,27 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
     source = open_source(src, storage_options, lay_beside(how.get("shapes")))
     if how.get("param_order") != "model":  # "model" also uses the shapes file
         check_needed(how.get("shapes"), source.catalog)
+    return convert_source(source, dst, to, how)
+
+
+def convert_source(
+    source: Source,
+    dst: Path_,
+    to: str,
+    how: Conversion,
+    operation: str = "convert",
+    changes: str = "",
+    prove: Callable[[Group], None] | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> TransferResult:
+    """Writes an opened checkpoint in another layout.
+
+    Args:
+        source: the checkpoint.
+        dst, to, how: as for `convert`, and checked.
+        operation, changes, prove, about: see `TransferRequest`.
+    """
+    storage_options = how.get("storage_options")
     is_model = how.get("model_only") or to in ("safetensors", "hf", "peft")
     given = read_order(how.get("param_order"))
     if is_model and given is not None:
@@ -122,7 +144,7 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
     accept = check_loads if how.get("check") else None
     result = transfer(
         TransferRequest(
-            "convert",
+            operation,
             source.with_made(layout.made.files),
             catalog,
             open_destination(dst, storage_options, accept),
@@ -130,6 +152,9 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
             request,
             options,
             left_out=_dropped(source.catalog, catalog, layout.parts),
+            changes=changes,
+            prove=prove,
+            about=about or {},
         )
     )
     parts.notes.extend(_notes_on(source.catalog, to, bool(is_model)))

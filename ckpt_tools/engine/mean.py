@@ -1,0 +1,306 @@
+"""A store whose files are weighted means of tensors: to read a range is to compute it.
+
+An operation that reads it works as with any checkpoint, in the same constant memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy import typing as npt
+
+from ckpt_tools.core.box import Box, flat_range_boxes
+from ckpt_tools.core.catalog import Extent
+from ckpt_tools.core.checksum import crc64nvme
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.plan import TensorPlan
+from ckpt_tools.engine.crc_watch import CrcWatch
+from ckpt_tools.engine.fingerprints import Fingerprints
+from ckpt_tools.engine.kernels import Bytes, round_to_bfloat16, to_float64
+from ckpt_tools.engine.run import Reader, check_filled
+from ckpt_tools.engine.schedule import Sources, Tile
+from ckpt_tools.engine.sinks import empty_bytes
+from ckpt_tools.errors import PlanError, StorageError, printable
+from ckpt_tools.ranks.base import Group
+from ckpt_tools.storage import Store, Writer
+from ckpt_tools.storage.base import Capabilities, Traffic
+
+_BLOCK_NUMEL = 1 << 15  # a block and its float64 values stay in a processor's cache
+Doubles = npt.NDArray[np.float64]
+
+
+@dataclass
+class MeanPart:
+    """One checkpoint of a mean.
+
+    Attributes:
+        name: for messages.
+        store: its files.
+        tensors: its tensors, by the names of the mean.
+        located: the positions of its payloads.
+        weight: of its values. The sum is divided at the end, so that simple weights are exact.
+        watch: compares the CRC-32 of its payloads.
+        fingerprints: of the bytes that were read.
+    """
+
+    name: str
+    store: Store
+    tensors: Mapping[str, TensorPlan]
+    located: Mapping[Extent, Extent]
+    weight: float
+    watch: CrcWatch
+    fingerprints: Fingerprints = field(default_factory=Fingerprints)
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+
+@dataclass
+class MeanNotes:
+    """The tensors with finite values that became infinite, and those with integers that differ."""
+
+    overflowed: dict[str, int] = field(default_factory=dict)
+    differing: set[str] = field(default_factory=set)
+
+
+class MeanStore:
+    """The mean of several checkpoints. The file of a tensor has its name.
+
+    Tensors that are not floating-point numbers must be equal in all parts, or come from the last.
+    """
+
+    url = "the mean"
+    traffic: Traffic | None = None
+
+    def __init__(
+        self,
+        parts: Sequence[MeanPart],
+        divisor: float,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtypes: Mapping[str, DType],
+    ) -> None:
+        """Takes the checkpoints, oldest first.
+
+        Args:
+            parts: the checkpoints.
+            divisor: of their weighted sum.
+            shapes, dtypes: of each tensor of the mean.
+        """
+        self._parts, self._divisor = parts, divisor
+        self._shapes, self._dtypes = shapes, dtypes
+        self.notes = MeanNotes()
+        self._own = threading.local()  # each thread has its own readers and buffers
+        kinds = [part.store.capabilities for part in parts]
+        self.capabilities = Capabilities(
+            can_write_anywhere=False,
+            fetches_ahead=any(kind.fetches_ahead for kind in kinds),
+            is_remote=any(kind.is_remote for kind in kinds),
+        )
+
+    # ---- files -----------------------------------------------------------------------------------
+
+    def list_files(self, below: bool = False) -> Mapping[str, int]:
+        del below
+        return {}  # no other format may find something here
+
+    def folders(self) -> list[str]:
+        return []
+
+    def enter(self, name: str) -> Store:
+        raise StorageError(f"no such folder: {printable(name)}")
+
+    def strays(self) -> Mapping[str, str]:
+        return {}
+
+    def blob_name(self, path: str) -> str:
+        del path
+        return ""
+
+    def stored_crcs(self, paths: Iterable[str]) -> Mapping[str, int]:
+        del paths
+        return {}
+
+    def size(self, path: str) -> int:
+        numel = Box((0,) * len(self._shapes[path]), self._shapes[path]).numel
+        return numel * self._dtypes[path].itemsize
+
+    def version(self, path: str) -> str:
+        return " ".join(
+            part.store.version(file)
+            for part in self._parts
+            for file in sorted({chunk.extent.file for chunk in part.tensors[path].chunks})
+        )
+
+    def view(self, path: str, start: int, nbytes: int) -> None:
+        del path, start, nbytes
+
+    def create(self, path: str, nbytes: int) -> Writer:
+        raise StorageError(f"a mean cannot be written to: {printable(path)} ({nbytes} bytes)")
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.store.close()
+            part.fingerprints = Fingerprints()  # a second try reads everything again
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
+        wanted = list(ranges) if self.capabilities.fetches_ahead else []
+        for part in self._parts:
+            reads = (
+                (read.file, read.start, read.nbytes)
+                for path, start, nbytes in wanted
+                for box in self._boxes(path, start, nbytes)
+                for read in Sources(part.tensors[path], part.located).reads(box)
+            )
+            part.store.will_read(reads, is_all)
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        into, itemsize = np.frombuffer(buffer, np.uint8), self._dtypes[path].itemsize
+        at = 0
+        for box in self._boxes(path, start, len(into)):
+            nbytes = box.numel * itemsize
+            self._compute(path, box, into[at : at + nbytes])
+            at += nbytes
+
+    def _boxes(self, path: str, start: int, nbytes: int) -> list[Box]:
+        itemsize = self._dtypes[path].itemsize
+        first, stop = start // itemsize, (start + nbytes) // itemsize
+        if start % itemsize or nbytes % itemsize:
+            raise StorageError(f"a range of {printable(path)} cuts an element: {start}, {nbytes}")
+        return flat_range_boxes(self._shapes[path], first, stop)
+
+    def _compute(self, path: str, box: Box, into: Bytes) -> None:
+        """Fills a buffer with the mean of the elements of a box."""
+        dtype = self._dtypes[path]
+        if not dtype.is_castable:
+            self._take_last(path, box, into)
+            return
+        total = self._room("total", box.numel * 8).view(np.float64)
+        total[:] = 0.0
+        for number, part in enumerate(self._parts):
+            add_scaled(total, *self._read(number, path, box), part.weight)
+        if self._divisor != 1.0:
+            total /= self._divisor
+        if not np.isfinite(total.sum()):
+            self._check_finite(path, box, total)
+        overflowed = round_once(total, dtype, into)
+        if overflowed:
+            with self._parts[0].lock:
+                known = self.notes.overflowed
+                known[path] = known.get(path, 0) + overflowed
+
+    def _take_last(self, path: str, box: Box, into: Bytes) -> None:
+        """Takes the last part's elements, and notes whether another part has other ones."""
+        data, _ = self._read(len(self._parts) - 1, path, box)
+        into[:] = data
+        for number in range(len(self._parts) - 1):
+            if not np.array_equal(self._read(number, path, box)[0], into):
+                self.notes.differing.add(path)
+
+    def _read(self, number: int, path: str, box: Box) -> tuple[Bytes, DType]:
+        """Returns a part's elements of a box, until the next call in this thread."""
+        part = self._parts[number]
+        tensor, reader = part.tensors[path], self._reader(number)
+        tile = Tile(tensor, box, self._sources(number, tensor).reads(box), ())
+        check_filled(tile)
+        data = self._room("raw", tile.src_nbytes)
+        reader.fill([(tile, data)])
+        noted = Fingerprints()
+        noted.add(tile, crc64nvme(data.data), data)
+        with part.lock:
+            part.fingerprints.absorb(noted.noted)
+        return data, tensor.src_dtype
+
+    def _reader(self, number: int) -> Reader:
+        readers = self._own.__dict__.setdefault("readers", {})
+        if number not in readers:
+            readers[number] = Reader(self._parts[number].store, self._parts[number].watch)
+        found: Reader = readers[number]
+        return found
+
+    def _sources(self, number: int, tensor: TensorPlan) -> Sources:
+        """Returns the chunks of a tensor; each thread keeps those of its present one."""
+        kept = self._own.__dict__.setdefault("sources", {})
+        if number not in kept or kept[number][0] is not tensor:
+            kept[number] = tensor, Sources(tensor, self._parts[number].located)
+        found: Sources = kept[number][1]
+        return found
+
+    def _room(self, name: str, nbytes: int) -> Bytes:
+        rooms = self._own.__dict__.setdefault("rooms", {})
+        if name not in rooms or len(rooms[name]) < nbytes:
+            rooms[name] = empty_bytes(nbytes)
+        found: Bytes = rooms[name][:nbytes]
+        return found
+
+    def _check_finite(self, path: str, box: Box, total: Doubles) -> None:
+        """Refuses NaN: no mean of such checkpoints is of use. Infinite masks may stay.
+
+        Raises:
+            PlanError: it names the first part that is not finite.
+        """
+        if not np.isnan(total).any():
+            return
+        for number, part in enumerate(self._parts):
+            values = to_float64(*self._read(number, path, box))
+            if not np.isfinite(values).all():
+                raise PlanError(
+                    f"no mean: {printable(path)!r} has NaN or infinity in {printable(part.name)}",
+                    hint="leave this checkpoint out; ckpt stats shows its values",
+                )
+
+    def share(self, group: Group) -> None:
+        """Merges what all ranks of a group have noted."""
+        for part in self._parts:
+            part.fingerprints.share(group)
+        found: list[MeanNotes] = group.all_gather(self.notes, "gather notes")
+        self.notes = MeanNotes()
+        for notes in found:
+            self.notes.differing |= notes.differing
+            for path, number in notes.overflowed.items():
+                self.notes.overflowed[path] = self.notes.overflowed.get(path, 0) + number
+
+
+def add_scaled(total: Doubles, data: Bytes, dtype: DType, weight: float) -> None:
+    """Adds values times a weight to a sum, in float64."""
+    for start in range(0, len(total), _BLOCK_NUMEL):
+        block = data[start * dtype.itemsize : (start + _BLOCK_NUMEL) * dtype.itemsize]
+        values = to_float64(block, dtype)
+        values *= weight
+        total[start : start + _BLOCK_NUMEL] += values
+
+
+def round_once(values: Doubles, dtype: DType, into: Bytes) -> int:
+    """Rounds float64 values to the nearest of another type, to even if two are equally near.
+
+    Returns the number of finite values that became infinite.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        if dtype.name == "bfloat16":
+            result: npt.NDArray[Any] = into.view(np.uint16)
+            round_to_bfloat16(_rounded_to_odd(values), result)
+            is_inf = (result & np.uint16(0x7FFF)) == np.uint16(0x7F80)
+        else:
+            result = into.view(dtype.name)
+            result[:] = values
+            is_inf = np.isinf(result)
+    num_inf = int(np.count_nonzero(is_inf))
+    return num_inf - int(np.count_nonzero(np.isinf(values))) if num_inf else 0
+
+
+def _rounded_to_odd(values: Doubles) -> npt.NDArray[np.float32]:
+    """Rounds to float32 so that a second rounding gives what one rounding would have given.
+
+    An inexact value gets the neighbour with an odd last bit. Source: Boldo and Melquiond, "When
+    double rounding is odd", 2005.
+    """
+    singles = values.astype(np.float32)
+    back = singles.astype(np.float64)
+    bits = singles.view(np.uint32)
+    is_inexact = (back != values) & ~np.isnan(values)
+    bits -= (is_inexact & (np.abs(back) > np.abs(values))).astype(np.uint32)
+    bits |= is_inexact.astype(np.uint32)
+    return singles

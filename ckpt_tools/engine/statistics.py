@@ -1,0 +1,234 @@
+"""Computes statistics of tensors, tile by tile: magnitudes, zeros, NaN and infinity.
+
+Sums are kept in float64, so that the result has the same digits however a tensor is cut.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy import typing as npt
+
+from ckpt_tools.core.checksum import crc64nvme
+from ckpt_tools.core.dtypes import BY_NAME, DType
+from ckpt_tools.core.statistics import TensorStatistics
+from ckpt_tools.engine.fingerprints import Fingerprints
+from ckpt_tools.engine.kernels import Bytes, to_float64
+from ckpt_tools.engine.schedule import Batch, Tile
+from ckpt_tools.ranks.base import Group
+
+_BLOCK_NUMEL = 1 << 15  # a block and its float64 values stay in a processor's cache
+_CODES_NUMEL = 1 << 13  # from here on, counting the codes of a short type is faster
+_BIAS = 1023  # of float64's exponent
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass
+class Moments:
+    """The statistics of a part of a tensor, in a form that adds up.
+
+    `exponents[i]` is the number of finite nonzero values with a magnitude of at least 2**(i - 1023)
+    and less than twice that; None if that was not asked for. `num_compared` elements are finite now
+    and were so before; `sum_change` is the sum of the squares of their changes.
+    """
+
+    numel: int = 0
+    sum_squares: float = 0.0
+    max_abs: float = 0.0
+    num_zeros: int = 0
+    num_nan: int = 0
+    num_inf: int = 0
+    exponents: Counts | None = None
+    num_compared: int = 0
+    sum_change: float = 0.0
+
+    def add(self, other: Moments) -> None:
+        """Adds another part."""
+        self.numel += other.numel
+        self.sum_squares += other.sum_squares
+        self.max_abs = max(self.max_abs, other.max_abs)
+        self.num_zeros += other.num_zeros
+        self.num_nan += other.num_nan
+        self.num_inf += other.num_inf
+        self.num_compared += other.num_compared
+        self.sum_change += other.sum_change
+        if other.exponents is not None:
+            mine = self.exponents
+            self.exponents = other.exponents if mine is None else mine + other.exponents
+
+    def result(self) -> TensorStatistics:
+        """Returns the statistics of the parts that were added."""
+        finite = self.numel - self.num_nan - self.num_inf
+        rms = math.sqrt(self.sum_squares / finite) if finite else 0.0
+        change = math.sqrt(self.sum_change / self.num_compared) if self.num_compared else None
+        return TensorStatistics(
+            self.numel, rms, self.max_abs, self.num_zeros, self.num_nan, self.num_inf, change
+        )
+
+    def histogram(self) -> dict[int, int]:
+        """Returns the number of values by the power of two of their magnitude."""
+        counts = self.exponents
+        if counts is None:
+            return {}
+        return {int(i) - _BIAS: int(counts[i]) for i in np.flatnonzero(counts)}
+
+
+def measure(data: Bytes, dtype: DType, with_exponents: bool = False) -> Moments:
+    """Returns the statistics of contiguous values.
+
+    Args:
+        data: the values.
+        dtype: their type. A type without numeric values counts by the numbers of its bytes.
+        with_exponents: also count magnitudes by power of two.
+    """
+    total = Moments()
+    if dtype.bits <= 16 and len(data) >= _CODES_NUMEL * dtype.itemsize:
+        return _measure_codes(data, dtype, with_exponents)
+    step = _BLOCK_NUMEL * dtype.itemsize
+    for start in range(0, len(data), step):
+        total.add(_measure_block(data[start : start + step], dtype, with_exponents))
+    return total
+
+
+def measure_change(data: Bytes, before: Bytes, dtype: DType) -> Moments:
+    """Returns only the change of contiguous values from their values before."""
+    total, step = Moments(), _BLOCK_NUMEL * dtype.itemsize
+    for start in range(0, len(data), step):
+        now, then = (to_float64(part[start : start + step], dtype) for part in (data, before))
+        with np.errstate(invalid="ignore", over="ignore"):
+            gap = now - then
+        gap = gap.view(np.float64) if gap.dtype.kind == "c" else gap
+        square = float(np.dot(gap, gap))
+        if not math.isfinite(square):
+            gap = gap[np.isfinite(gap)]
+            square = float(np.dot(gap, gap))
+        total.add(Moments(num_compared=len(gap), sum_change=square))
+    return total
+
+
+def _measure_block(data: Bytes, dtype: DType, with_exponents: bool) -> Moments:
+    if dtype.name in ("float32", "float64"):
+        plain: npt.NDArray[Any] = data.view(dtype.name)
+    else:
+        plain = to_float64(data, dtype)
+        plain = plain.view(np.float64) if plain.dtype.kind == "c" else plain
+    high, low = float(plain.max()), float(plain.min())
+    values = plain.astype(np.float64, copy=False)
+    nans = infs = 0
+    if not math.isfinite(high - low):
+        nans, infs = int(np.isnan(values).sum()), int(np.isinf(values).sum())
+        values = values[np.isfinite(values)]
+        high, low = (float(values.max()), float(values.min())) if len(values) else (0.0, 0.0)
+    return Moments(
+        len(plain),
+        float(np.dot(values, values)),
+        max(high, -low),
+        len(values) - int(np.count_nonzero(values if len(values) < len(plain) else plain)),
+        nans,
+        infs,
+        _exponents(values) if with_exponents else None,
+    )
+
+
+def _exponents(values: npt.NDArray[np.float64]) -> Counts:
+    words = np.ascontiguousarray(values[values != 0]).view(np.uint64)
+    return np.bincount((words >> np.uint64(52)).astype(np.int64) & 0x7FF, minlength=2048)
+
+
+def _measure_codes(data: Bytes, dtype: DType, with_exponents: bool) -> Moments:
+    """Measures a type of 8 or 16 bits: counts each bit pattern, and looks at each pattern once."""
+    words = data.view(np.uint8 if dtype.itemsize == 1 else np.uint16)
+    counts = np.zeros(1 << dtype.bits, np.int64)
+    for start in range(0, len(words), 8 * _BLOCK_NUMEL):
+        counts += np.bincount(words[start : start + 8 * _BLOCK_NUMEL], minlength=len(counts))
+    table = _codes(dtype.name)
+    used = counts * table.is_finite
+    high = np.flatnonzero(used)
+    return Moments(
+        len(words),
+        float(np.dot(used, table.squares)),
+        float(table.magnitudes[high].max()) if len(high) else 0.0,
+        int(counts[table.is_zero].sum()),
+        int(counts[table.is_nan].sum()),
+        int(counts[~table.is_finite & ~table.is_nan].sum()),
+        np.bincount(table.exponents, used * ~table.is_zero, 2048).astype(np.int64)
+        if with_exponents
+        else None,
+    )
+
+
+@dataclass(frozen=True)
+class _Codes:
+    """The value of each bit pattern of a short type; magnitudes that are not finite are 0."""
+
+    magnitudes: npt.NDArray[np.float64]
+    squares: npt.NDArray[np.float64]
+    exponents: npt.NDArray[np.int64]
+    is_finite: npt.NDArray[np.bool_]
+    is_nan: npt.NDArray[np.bool_]
+    is_zero: npt.NDArray[np.bool_]
+
+
+@functools.cache
+def _codes(name: str) -> _Codes:
+    dtype = BY_NAME[name]
+    patterns = np.arange(1 << dtype.bits, dtype=np.uint8 if dtype.itemsize == 1 else np.uint16)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        values = to_float64(patterns.view(np.uint8), dtype)
+    is_finite = np.isfinite(values)
+    magnitudes = np.where(is_finite, np.abs(values), 0.0)
+    exponents = (magnitudes.view(np.uint64) >> np.uint64(52)).astype(np.int64)
+    return _Codes(magnitudes, magnitudes**2, exponents, is_finite, np.isnan(values), values == 0.0)
+
+
+def add_moments(total: dict[str, Moments], found: Iterable[tuple[str, Moments]]) -> None:
+    """Adds the statistics of parts of tensors, by name."""
+    for fqn, moments in found:
+        total.setdefault(fqn, Moments()).add(moments)
+
+
+class StatisticsSink:
+    """A sink that measures values, and keeps none of them.
+
+    Attributes:
+        moments: the statistics by tensor, as far as its tiles have passed.
+        fingerprints: the checksums of the same tiles, to prove that the bytes were right.
+    """
+
+    def __init__(self, with_exponents: bool = False) -> None:
+        self.moments: dict[str, Moments] = {}
+        self.fingerprints = Fingerprints()
+        self._with_exponents = with_exponents
+        self._lock = threading.Lock()
+
+    def room(self, tile: Tile) -> Bytes | None:
+        del tile
+        return None
+
+    def take(self, step: Batch, tiles: list[Bytes], scratch: Bytes) -> None:
+        del scratch
+        prints = Fingerprints()
+        found = []
+        for tile, data in zip(step.tiles, tiles, strict=True):
+            prints.add(tile, crc64nvme(data.data), data)
+            if len(data):
+                found.append(
+                    (tile.tensor.fqn, measure(data, tile.tensor.dst_dtype, self._with_exponents))
+                )
+        with self._lock:
+            self.fingerprints.absorb(prints.noted)
+            add_moments(self.moments, found)
+
+    def share(self, group: Group) -> None:
+        """Merges the results of all ranks of a group."""
+        found: list[Mapping[str, Moments]] = group.all_gather(self.moments, "gather statistics")
+        self.fingerprints.share(group)
+        self.moments = {}
+        for one in found:
+            add_moments(self.moments, one.items())

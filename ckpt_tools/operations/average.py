@@ -1,0 +1,411 @@
+"""Writes a weighted mean of checkpoints: their models, in any format and sharding.
+
+The mean is a source like any other. So each target of `convert` can be written from it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Unpack
+
+from ckpt_tools.core.box import whole
+from ckpt_tools.core.catalog import (
+    Catalog,
+    Chunk,
+    Extent,
+    TensorEntry,
+    check_globs,
+    chooser,
+    keep,
+    matcher,
+    refuse_unread,
+)
+from ckpt_tools.core.checksum import crc64nvme
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.plan import Plan, plan_values
+from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
+from ckpt_tools.engine.mean import MeanPart, MeanStore
+from ckpt_tools.errors import NotACheckpointError, PlanError, printable, redacted
+from ckpt_tools.formats import safetensors, torch_save
+from ckpt_tools.formats.registry import Source, open_source
+from ckpt_tools.operations.arguments import checked
+from ckpt_tools.operations.convert import lora as adapters
+from ckpt_tools.operations.convert.convert import convert_source
+from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
+from ckpt_tools.operations.convert.options import Conversion, check_request
+from ckpt_tools.operations.merge_reshard import check_kept, model_view, target_dtype
+from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.manifest import of_source
+from ckpt_tools.publish.steps import list_steps
+from ckpt_tools.ranks.base import ALONE, Group
+from ckpt_tools.transfer.options import Path_
+from ckpt_tools.transfer.prove import SealedFingerprint, prove_fingerprints, sealed_prints
+from ckpt_tools.transfer.result import TransferResult
+from ckpt_tools.transfer.transfer import check_apart
+
+SCHEDULES = ("linear", "cosine", "sqrt", "exponential")
+_DECAY = 0.8  # of the weights of an exponential mean, from one checkpoint to the one before
+_SHOWN = 12
+_RANGE = re.compile(r"([0-9]{1,18}):([0-9]{1,18}):([0-9]{1,18})")
+
+
+@checked(Conversion, names_only=("to",))
+def average(
+    sources: Sequence[Path_] | Path_,
+    dst: Path_,
+    *,
+    to: str | None = None,
+    last: int | None = None,
+    steps: str | None = None,
+    weights: Sequence[float] | None = None,
+    schedule: str | None = None,
+    base_model: Path_ | None = None,
+    scale: float = 1.0,
+    **how: Unpack[Conversion],
+) -> TransferResult:
+    """Writes a weighted mean of the models of several checkpoints.
+
+    It sums in float64 and rounds once. The result holds the model only, because a mean of
+    optimizer states has no meaning. Tensors that are no floating-point numbers must be equal, or
+    come from the last checkpoint, with a note.
+
+    Args:
+        sources: checkpoints, oldest first; or the directory of a run, with `last` or `steps`.
+        dst: as for `convert`.
+        to: a target of `convert`. If None, `safetensors` or `torch`, by the suffix of `dst`.
+        last: take so many of the newest complete steps of the run.
+        steps: take the steps `first:last:every` of the run, both ends included.
+        weights: one for each checkpoint; divided by their sum. If None, `schedule` gives them.
+        schedule: how the learning rate decays in the training that the mean stands for, one of
+            `SCHEDULES`. `linear`, the default, is the plain mean.
+        base_model: a checkpoint B. The result is B + scale * sum of w * (M - B).
+        scale: see `base_model`.
+        **how: see `Conversion`. `select`, `exclude`, `dtype` and `keep_dtype` are for names of the
+            model as `merge` writes them.
+
+    Raises:
+        PlanError: the checkpoints do not fit each other, or an option does not fit.
+        CheckpointError: see the tree in `errors`. Then `dst` is as it was before.
+    """
+    target = to or _target_of(os.fspath(dst))
+    if how.get("resume"):
+        raise PlanError("an average is not resumed: leave --resume out")
+    rest: Conversion = {**how, "model_only": True}
+    for key in ("select", "exclude", "dtype", "keep_dtype"):
+        rest.pop(key, None)  # type: ignore[misc]
+    check_request(target, str(dst), rest)
+    paths = _chosen_steps(sources, last, steps, how.get("storage_options"))
+    factors = chosen_weights(len(paths), weights, schedule)
+    divisor = math.fsum(factors)
+    if base_model is not None:
+        if not math.isfinite(scale):
+            raise PlanError(f"--scale: expected a finite number, got {scale!r}")
+        factors = [divisor * (1.0 - scale), *(scale * factor for factor in factors)]
+        paths = [base_model, *paths]
+    elif scale != 1.0:
+        raise PlanError("--scale is for --base: give both")
+    group = how.get("group") or ALONE
+    with group.phase("look at all"):
+        opened = [_open(path, how) for path in paths]
+        for source in opened:
+            check_apart(source.path, os.fspath(dst))
+        mean = _Mean(opened, factors, divisor, how)
+    if target in ("dcp", "accelerate", "per-rank") and rest.get("ranks") is None:
+        rest["ranks"] = opened[-1].catalog.world_size or 1
+    about = {
+        "of": [
+            {"name": redacted(s.name), "weight": f / divisor}
+            for s, f in zip(opened, factors, strict=True)
+        ]
+    }
+    result = convert_source(
+        mean.source, dst, target, rest, "average", mean.version, mean.prove, about
+    )
+    return replace(result, notes=(*result.notes, *mean.notes()))
+
+
+def _target_of(dst: str) -> str:
+    if dst.endswith(".safetensors"):
+        return "safetensors"
+    if dst.endswith(torch_save.SUFFIXES):
+        return "torch"
+    raise PlanError(
+        f"the name does not tell what to write: {printable(dst)}",
+        hint="name a .safetensors file, or give --to hf, dcp, …",
+    )
+
+
+def _open(path: Path_, how: Conversion) -> Source:
+    source = open_source(path, how.get("storage_options"), lay_beside(how.get("shapes")))
+    check_needed(how.get("shapes"), source.catalog)
+    return source
+
+
+# ---- which checkpoints, with which weights -------------------------------------------------------
+
+
+def _chosen_steps(
+    sources: Sequence[Path_] | Path_,
+    last: int | None,
+    steps: str | None,
+    options: Mapping[str, object] | None,
+) -> list[Path_]:
+    given = [sources] if isinstance(sources, (str, os.PathLike)) else list(sources)
+    if last is None and steps is None:
+        if len(given) < 2:
+            raise PlanError(
+                f"a mean of {len(given)} checkpoints: give at least two",
+                hint="or a run with --last N, or --steps FIRST:LAST:EVERY",
+            )
+        return given
+    if len(given) != 1 or (last is not None and steps is not None):
+        raise PlanError("expected one run, and either --last or --steps")
+    root = open_root(given[0], options)
+    complete = {s.number: s for s in list_steps(root) if not s.problem}
+    if not complete:
+        raise NotACheckpointError(f"no complete steps in {printable(str(root.path))}")
+    if last is not None:
+        if not 2 <= last <= len(complete):
+            raise PlanError(
+                f"--last {last}: expected from 2 to {len(complete)}, the number of complete steps"
+            )
+        return [complete[number].path for number in sorted(complete)[-last:]]
+    wanted = _numbers(steps or "")
+    missing = [number for number in wanted if number not in complete]
+    if missing:
+        raise PlanError(
+            f"--steps {printable(steps or '')}: not complete, or not there:"
+            f" {', '.join(map(str, missing[:_SHOWN]))}{' …' if len(missing) > _SHOWN else ''}"
+        )
+    return [complete[number].path for number in wanted]
+
+
+def _numbers(text: str) -> list[int]:
+    match = _RANGE.fullmatch(text)
+    first, stop, every = map(int, match.groups()) if match else (0, 0, 0)
+    if not every or stop <= first or (stop - first) % every:
+        raise PlanError(
+            f"--steps {printable(text)!r}: expected FIRST:LAST:EVERY, such as 1000:5000:500"
+        )
+    if (stop - first) // every >= 10_000:
+        raise PlanError(f"--steps {printable(text)}: more than ten thousand steps")
+    return list(range(first, stop + 1, every))
+
+
+def chosen_weights(
+    count: int, weights: Sequence[float] | None, schedule: str | None
+) -> list[float]:
+    """Returns the weights of checkpoints, oldest first. The mean is divided by their sum.
+
+    With constant learning rate and equal distances, the mean stands for training in which the
+    learning rate decayed: the update before checkpoint i counts with the sum of the weights from i
+    on. So the weights are the differences of that decay. Source: Tian and others, "WSM: Decay-Free
+    Learning Rate Schedule via Checkpoint Merging", 2025, section 3.
+
+    Args:
+        count: of checkpoints.
+        weights: as given, or None.
+        schedule: one of `SCHEDULES`, or None for `linear`.
+
+    Raises:
+        PlanError: the weights are not as many, not finite, or sum up to 0.
+    """
+    if weights is not None:
+        if schedule is not None:
+            raise PlanError("give either weights or a schedule")
+        values = [float(value) for value in weights]
+        total = math.fsum(values)
+        if len(values) != count or not all(map(math.isfinite, values)) or not total:
+            raise PlanError(
+                f"--weights: expected {count} finite numbers whose sum is not 0, got"
+                f" {', '.join(f'{value:g}' for value in values)}"
+            )
+        return values
+    if schedule not in (None, *SCHEDULES):
+        raise PlanError(
+            f"--schedule: expected one of {', '.join(SCHEDULES)}, got {printable(str(schedule))!r}"
+        )
+    if schedule == "exponential":
+        return [_DECAY ** (count - 1 - number) for number in range(count)]
+    if schedule in (None, "linear"):
+        return [1.0] * count
+    left = [_decay(schedule, number / count) for number in range(count + 1)]
+    return [left[number] - left[number + 1] for number in range(count)]
+
+
+def _decay(schedule: str | None, done: float) -> float:
+    """Returns what is left of the learning rate: 1 at the beginning, 0 at the end."""
+    if schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * done))
+    return 1.0 - math.sqrt(done)
+
+
+# ---- the mean as a source ------------------------------------------------------------------------
+
+
+@dataclass
+class _Part:
+    """One checkpoint, its model by the names of `merge`, and the checksums of its manifest."""
+
+    source: Source
+    view: Catalog
+    plan: Plan
+    prints: Mapping[str, SealedFingerprint]
+
+
+class _Mean:
+    """The mean of opened checkpoints, as a source whose tensors are computed when they are read."""
+
+    def __init__(
+        self,
+        opened: Sequence[Source],
+        weights: Sequence[float],
+        divisor: float,
+        how: Conversion,
+    ) -> None:
+        views = [_model_of(source, how) for source in opened]
+        _refuse_misfits(opened, views)
+        check_kept(how.get("keep_dtype", ()), how.get("dtype"), list(views[-1].tensors))
+        self._parts = [_part(source, view) for source, view in zip(opened, views, strict=True)]
+        newest, is_kept = views[-1], matcher(how.get("keep_dtype", ()))
+        self._dtypes = {
+            fqn: target_dtype(entry, how.get("dtype"), is_kept)
+            for fqn, entry in newest.tensors.items()
+        }
+        self._mixed = [
+            fqn
+            for fqn, entry in newest.tensors.items()
+            if any(view.tensors[fqn].dtype is not entry.dtype for view in views)
+        ]
+        shapes = {fqn: entry.shape for fqn, entry in newest.tensors.items()}
+        parts = [_mean_part(part, f) for part, f in zip(self._parts, weights, strict=True)]
+        self._store = MeanStore(parts, divisor, shapes, self._dtypes)
+        self._computed = parts
+        self.source = replace(
+            opened[-1],
+            store=self._store,
+            format=safetensors,
+            catalog=_computed_catalog(opened[-1].catalog, shapes, self._dtypes),
+        )
+        self.version = f"{list(weights)} {divisor} " + str(
+            crc64nvme(" ".join(map(self._store.version, shapes)).encode())
+        )
+
+    def prove(self, group: Group) -> None:
+        """Compares the bytes that all ranks have read with the checksums of the checkpoints.
+
+        Raises:
+            IntegrityError: they are not what was written.
+        """
+        for computed in self._computed:
+            computed.watch.prove({})
+        self._store.share(group)
+        for part, computed in zip(self._parts, self._computed, strict=True):
+            prove_fingerprints(part.source, part.prints, computed.fingerprints.join())
+
+    def notes(self) -> list[str]:
+        """Returns remarks on types and values."""
+        notes = []
+        if self._mixed:
+            notes.append(f"of several types, written as the last one has it: {_some(self._mixed)}")
+        if differing := sorted(self._store.notes.differing):
+            notes.append(
+                f"no floating-point numbers, and not equal: taken from the last: {_some(differing)}"
+            )
+        for fqn, number in self._store.notes.overflowed.items():
+            notes.append(f"{number:,} values of {printable(fqn)} became infinite")
+        return notes
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return printable(", ".join(names[:_SHOWN])) + more
+
+
+def _model_of(source: Source, how: Conversion) -> Catalog:
+    """Returns the model of a checkpoint under the names of `merge`."""
+    view, _ = model_view(source.catalog, keep_prefix=False)
+    select, exclude = how.get("select", ()), how.get("exclude", ())
+    names = [*view.tensors, *view.unread]
+    check_globs(select, names, "--select")
+    check_globs(exclude, names, "--exclude")
+    view = keep(view, chooser(select, exclude))
+    refuse_unread(view)
+    adapters.refuse_adapters(view.tensors, source.path)
+    if not view.tensors:
+        raise PlanError(
+            f"no tensor of a model is left ({redacted(source.path)})",
+            hint=f"ckpt inspect {redacted(source.path)}",
+        )
+    for fqn, entry in view.tensors.items():
+        name = entry.dtype.name
+        if name.startswith(("float", "complex", "bfloat")) and not entry.dtype.is_castable:
+            raise PlanError(
+                f"no mean of {name} values: {printable(fqn)!r} in {redacted(source.path)}",
+                hint="leave it out with --exclude, or average before you quantize",
+            )
+    return view
+
+
+def _refuse_misfits(opened: Sequence[Source], views: Sequence[Catalog]) -> None:
+    """Refuses checkpoints with other names or shapes than the last one.
+
+    Raises:
+        PlanError: with a table of what differs.
+    """
+    newest, rows = views[-1], list[str]()
+    for source, view in zip(opened[:-1], views[:-1], strict=True):
+        name = redacted(source.name)
+        for fqn in sorted({*newest.tensors} ^ {*view.tensors}):
+            where = "only in it" if fqn in view.tensors else "not in it"
+            rows.append(f"{name}: {printable(fqn)}: {where}")
+        for fqn, entry in newest.tensors.items():
+            mine = view.tensors.get(fqn, entry)
+            is_number = mine.dtype.is_castable and entry.dtype.is_castable
+            if mine.shape != entry.shape or (mine.dtype is not entry.dtype and not is_number):
+                had, has = (f"{t.dtype.name} {list(t.shape)}" for t in (mine, entry))
+                rows.append(f"{name}: {printable(fqn)}: {had}, and {has} in the last")
+    if rows:
+        shown = "\n  ".join(rows[:_SHOWN])
+        more = f"\n  … and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
+        raise PlanError(
+            f"the checkpoints are not of one model; beside {redacted(opened[-1].name)}:\n"
+            f"  {shown}{more}",
+            hint="--exclude leaves out names that only some of them have",
+        )
+
+
+def _part(source: Source, view: Catalog) -> _Part:
+    plan = plan_values(view.tensors.values())
+    return _Part(source, view, plan, sealed_prints(of_source(source), source, view, plan))
+
+
+def _mean_part(part: _Part, weight: float) -> MeanPart:
+    source, tensors = part.source, list(part.view.tensors.values())
+    located = source.format.locate(source.store, tensors)
+    unsealed = plan_values(t for t in tensors if t.fqn not in part.prints)
+    return MeanPart(
+        redacted(source.path),
+        source.store,
+        {tensor.fqn: tensor for tensor in part.plan.tensors},
+        located,
+        weight,
+        CrcWatch(read_whole(unsealed, located)),
+    )
+
+
+def _computed_catalog(
+    newest: Catalog, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, DType]
+) -> Catalog:
+    """Returns a catalog in which each tensor is one chunk of a file of its own name."""
+    entries, sizes = {}, {}
+    for fqn, shape in shapes.items():
+        box = whole(shape)
+        sizes[fqn] = box.numel * dtypes[fqn].itemsize
+        extent = Extent(fqn, 0, sizes[fqn])
+        entries[fqn] = TensorEntry(fqn, dtypes[fqn], shape, (Chunk(box, extent),))
+    return Catalog(newest.format, entries, file_sizes=sizes, world_size=1)

@@ -1,0 +1,163 @@
+"""Measures the values of a checkpoint in one pass: magnitudes, zeros, NaN and infinity."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Unpack
+
+from ckpt_tools.core.catalog import Catalog, TensorEntry, check_globs, chooser, keep
+from ckpt_tools.core.plan import plan_values
+from ckpt_tools.core.statistics import TensorStatistics
+from ckpt_tools.core.threads import num_threads
+from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
+from ckpt_tools.engine.run import run
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
+from ckpt_tools.engine.statistics import StatisticsSink
+from ckpt_tools.errors import PlanError, redacted
+from ckpt_tools.formats.registry import Source, open_source
+from ckpt_tools.operations.arguments import checked
+from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
+from ckpt_tools.publish.manifest import of_source
+from ckpt_tools.ranks.base import ALONE
+from ckpt_tools.storage.retries import read_again_if_wrong
+from ckpt_tools.transfer.options import Path_, Reading, no_bar
+from ckpt_tools.transfer.prove import prove_fingerprints, sealed_prints
+
+
+@dataclass(frozen=True, slots=True)
+class StatsResult:
+    """The statistics of a checkpoint.
+
+    Attributes:
+        path: the checkpoint.
+        tensors: statistics by name, in the order of the checkpoint.
+        dtypes: element type by name.
+        histograms: by name, how many finite nonzero values have a magnitude from `2**key` to less
+            than twice that. Empty if that was not asked for.
+        nbytes: bytes that were read. 0 if the manifest had everything.
+        notes: remarks.
+        seconds: wall-clock time.
+    """
+
+    path: str
+    tensors: Mapping[str, TensorStatistics]
+    dtypes: Mapping[str, str]
+    histograms: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    nbytes: int = 0
+    notes: Sequence[str] = ()
+    seconds: float = 0.0
+
+    @property
+    def not_finite(self) -> list[str]:
+        """Returns the names of the tensors with NaN or infinite values."""
+        return [fqn for fqn, found in self.tensors.items() if not found.is_finite]
+
+
+@checked(Reading)
+def stats(
+    src: Path_,
+    *,
+    select: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    histogram: bool = False,
+    read_all: bool = False,
+    **options: Unpack[Reading],
+) -> StatsResult:
+    """Measures every tensor of a checkpoint.
+
+    If the manifest has the statistics, nothing is read. Otherwise the bytes are also compared with
+    the checksums that the checkpoint has.
+
+    Args:
+        src: a checkpoint, or a directory with one below; a path or a URL.
+        select: globs of names; only tensors that match one are measured.
+        exclude: globs of names; tensors that match one are left out.
+        histogram: also count magnitudes by power of two.
+        read_all: read the values even if the manifest has their statistics.
+        **options: see `Reading`.
+
+    Raises:
+        IntegrityError: the bytes are not those that were written.
+        CheckpointError: it cannot be read.
+    """
+    began, group = time.monotonic(), options.get("group") or ALONE
+    with group.phase("look at it"):
+        source = open_source(src, options.get("storage_options"), lay_beside(options.get("shapes")))
+        check_needed(options.get("shapes"), source.catalog)
+        catalog = _chosen(source.catalog, select, exclude)
+        sealed = {} if histogram or read_all else sealed_statistics(source)
+    notes = [
+        f"not read, since ckpt does not read such values: {len(catalog.unread)} tensors"
+    ] * bool(catalog.unread)
+    work = [t for fqn, t in catalog.tensors.items() if fqn not in sealed and t.nbytes]
+    sink = read_again_if_wrong(
+        source.store, lambda: _measure(source, work, histogram, options), group.size == 1
+    )
+    source.store.close()
+    if len(work) < len(catalog.tensors):
+        known = sum(fqn in sealed for fqn in catalog.tensors)
+        notes += [f"{known} tensors as their save measured them"] * bool(known)
+    empty = TensorStatistics(0, 0.0, 0.0, 0, 0, 0)
+    found = {fqn: moments.result() for fqn, moments in sink.moments.items()}
+    return StatsResult(
+        redacted(source.path),
+        {fqn: found.get(fqn) or sealed.get(fqn) or empty for fqn in catalog.tensors},
+        {fqn: entry.dtype.name for fqn, entry in catalog.tensors.items()},
+        {fqn: moments.histogram() for fqn, moments in sink.moments.items()} if histogram else {},
+        sum(t.nbytes for t in work),
+        notes,
+        time.monotonic() - began,
+    )
+
+
+def sealed_statistics(source: Source) -> dict[str, TensorStatistics]:
+    """Returns the statistics that a checkpoint's manifest has."""
+    manifest = of_source(source)
+    tensors = manifest.tensors if manifest is not None else {}
+    return {fqn: t.statistics for fqn, t in tensors.items() if t.statistics is not None}
+
+
+def _chosen(catalog: Catalog, select: Sequence[str], exclude: Sequence[str]) -> Catalog:
+    names = [*catalog.tensors, *catalog.unread]
+    check_globs(select, names, "--select")
+    check_globs(exclude, names, "--exclude")
+    chosen = keep(catalog, chooser(select, exclude))
+    if not chosen.tensors:
+        raise PlanError(
+            f"there is no tensor to measure ({redacted(catalog.format)})",
+            hint="ckpt inspect lists what it holds",
+        )
+    return chosen
+
+
+def _measure(
+    source: Source, tensors: Sequence[TensorEntry], histogram: bool, options: Reading
+) -> StatisticsSink:
+    """Reads tensors once: measures their values, and proves their bytes."""
+    group, jobs = options.get("group") or ALONE, num_threads(options.get("jobs"))
+    tiles = tile_bytes(options.get("memory_bytes") or DEFAULT_MEMORY_BYTES, jobs)
+    sink, plan = StatisticsSink(histogram), plan_values(tensors)
+    share = shares(plan, group.size)[group.rank]
+    taken = {t.fqn for t in in_share(plan, share)}
+    mine = [t for t in tensors if t.fqn in taken]
+    bar, total = options.get("progress") or no_bar, sum(t.nbytes for t in tensors)
+    with bar("stats", total) as advance, group.phase("measure"):
+        prints = sealed_prints(of_source(source), source, source.catalog, plan)
+        located = source.format.locate(source.store, mine)
+        watched = read_whole(plan_values(t for t in mine if t.fqn not in prints), located)
+        watch = CrcWatch(watched)
+        run(
+            schedule(plan, located, *tiles, share),
+            source.store,
+            sink,
+            jobs,
+            lambda nbytes: advance(nbytes * group.size),
+            crc_watch=watch,
+        )
+        watch.prove({})
+    sink.share(group)
+    with group.phase("prove"):
+        prove_fingerprints(source, prints, sink.fingerprints.join())
+    return sink

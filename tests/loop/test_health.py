@@ -1,0 +1,275 @@
+"""Statistics in manifests, steps that are not finite, metrics, and the rules of retention."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import math
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt_tools
+from ckpt_tools import CheckpointManager, IntegrityError, PlanError, Retention
+from ckpt_tools.loop.retention import prune_steps, removable
+from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.steps import Step, list_steps
+from tests.conftest import torchrun
+from tests.servers.servers import Server
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def job(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 3))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2)}
+
+
+def train(state: dict[str, Any]) -> None:
+    state["model"](torch.ones(2, 40)).square().mean().backward()
+    state["optimizer"].step()
+    state["optimizer"].zero_grad()
+
+
+def spoil(state: dict[str, Any], value: float = math.nan) -> None:
+    with torch.no_grad():
+        state["model"][1].bias[2] = value
+
+
+def numbers(steps: list[Step]) -> list[int]:
+    return [step.number for step in steps]
+
+
+# ---- statistics ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_save_measures_what_ckpt_stats_measures(asynchronous: bool, tmp_path: Path) -> None:
+    state, before = job(), {}
+    with CheckpointManager(tmp_path, statistics=True, asynchronous=asynchronous) as checkpoints:
+        for step in (1, 2):
+            train(state)
+            checkpoints.save(step, state)
+            checkpoints.wait()
+            if step == 1:
+                before = {n: t.clone() for n, t in state["model"].state_dict().items()}
+    stored = ckpt_tools.stats(tmp_path / "step-00000002")
+    read = ckpt_tools.stats(tmp_path / "step-00000002", read_all=True)
+    assert stored.nbytes == 0 < read.nbytes and "as their save measured them" in stored.notes[0]
+    assert {n: one.packed()[:5] for n, one in stored.tensors.items()} == {
+        n: one.packed()[:5] for n, one in read.tensors.items()
+    }
+    for name, tensor in state["model"].state_dict().items():
+        change = (tensor - before[name]).double().square().mean().sqrt().item()
+        assert stored.tensors[f"model.{name}"].change_rms == pytest.approx(change, rel=1e-5)
+
+
+def test_a_reshard_keeps_the_statistics_and_a_cast_does_not(tmp_path: Path) -> None:
+    ckpt_tools.save(tmp_path / "one", {"model": job()["model"]}, statistics=True)
+    ckpt_tools.reshard(tmp_path / "one", tmp_path / "two", to_ranks=2)
+    one, two = (ckpt_tools.stats(tmp_path / name) for name in ("one", "two"))
+    assert one.tensors == two.tensors and two.nbytes == 0
+    ckpt_tools.merge(tmp_path / "two", tmp_path / "m.safetensors", dtype="bf16")
+    assert ckpt_tools.stats(tmp_path / "m.safetensors").nbytes > 0
+
+
+def test_every_number_of_ranks_has_the_same_digits(tmp_path: Path) -> None:
+    for ranks in (1, 2, 3):
+        torchrun(ranks, "save_statistics.py", str(tmp_path / str(ranks)))
+    found = [
+        next(iter((tmp_path / str(r) / "step-00000001").glob("ckpt.manifest*"))) for r in (1, 2, 3)
+    ]
+    tensors = [json.loads(path.read_text())["tensors"] for path in found]
+    statistics = [{n: t["statistics"] for n, t in one.items()} for one in tensors]
+    assert len(statistics[0]) > 4 and statistics[0] == statistics[1] == statistics[2]
+
+
+# ---- steps that are not finite -------------------------------------------------------------------
+
+
+def test_resume_passes_over_a_step_with_nan(tmp_path: Path, ckpt: Run) -> None:
+    state = job()
+    with CheckpointManager(tmp_path, statistics=True, keep_last=1) as checkpoints:
+        for step in (1, 2, 3):
+            if step == 3:
+                spoil(state)
+            checkpoints.save(step, state)
+        checkpoints.wait()
+        assert checkpoints.last_save is not None
+        assert list(checkpoints.last_save.not_finite) == ["model.1.bias"]
+    # one step more than asked for: the newest that is finite
+    assert numbers(ckpt_tools.steps(tmp_path)) == [2, 3]
+    listing = ckpt("ls", tmp_path).stdout
+    assert "not finite: NaN or infinity in model.1.bias" in listing
+    done = ckpt("latest", tmp_path)
+    assert done.stdout.strip().endswith("step-00000002") and "model.1.bias" in done.stderr
+    assert ckpt("latest", tmp_path, "--allow-not-finite").stdout.strip().endswith("3")
+    for allows, want in ((False, 2), (True, 3)):
+        with CheckpointManager(tmp_path, keep_last=None, allow_not_finite=allows) as checkpoints:
+            assert checkpoints.resume(job()) == want
+    with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
+        assert checkpoints.resume(job(), 3) == 3  # asked for by number
+
+
+def test_a_run_without_a_finite_step_is_an_error_and_no_new_run(tmp_path: Path) -> None:
+    state = job()
+    spoil(state, math.inf)
+    with CheckpointManager(tmp_path, statistics=True) as checkpoints:
+        checkpoints.save(1, state)
+    with (
+        CheckpointManager(tmp_path) as checkpoints,
+        pytest.raises(IntegrityError, match="no step is finite: step-00000001"),
+    ):
+        checkpoints.resume(job())
+
+
+def test_a_bucket_with_a_step_that_is_not_finite(server: Server) -> None:
+    server.bucket("health")
+    options: dict[str, Any] = {"storage_options": server.options}
+    state = job()
+    with CheckpointManager("s3://health/run", statistics=True, keep_last=1, **options) as manager:
+        manager.save(1, state, metrics={"loss": 2})
+        spoil(state)
+        manager.save(2, state, metrics={"loss": 1})
+    with CheckpointManager("s3://health/run", **options) as manager:
+        assert manager.resume(job()) == 1
+    assert [s.is_finite for s in ckpt_tools.steps("s3://health/run", **options)] == [True, False]
+
+
+# ---- metrics -------------------------------------------------------------------------------------
+
+
+def test_metrics_stand_in_the_manifest_and_choose_the_best_step(tmp_path: Path, ckpt: Run) -> None:
+    state, values = job(), {1: 3.0, 2: 1.0, 3: math.nan, 4: 1.0, 5: 2.0}
+    with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
+        for step, loss in values.items():
+            checkpoints.save(step, state, metrics={"loss": torch.tensor(loss), "n": step})
+        checkpoints.save(6, state)
+        for bad in ({"loss": "low"}, {"loss": torch.ones(2)}, {3: 1.0}, {"": 1.0}):
+            with pytest.raises((TypeError, ValueError), match="metrics"):
+                checkpoints.save(7, state, metrics=bad)  # type: ignore[arg-type]
+    best = ckpt("best", tmp_path, "--metric", "loss")
+    assert best.stdout.strip().endswith("step-00000004") and "loss = 1" in best.stderr
+    assert "step-00000003, step-00000006" in best.stderr
+    most = ckpt("best", tmp_path, "--metric", "loss", "--higher-is-better")
+    assert most.stdout.strip().endswith("step-00000001")
+    none = ckpt("best", tmp_path, "--metric", "lass")
+    assert none.returncode == 13 and "there are: loss, n" in none.stderr
+    listing = ckpt("ls", tmp_path, "--metrics").stdout
+    assert "not finite" in listing and "loss: █▁ ▁▅  3 … 2" in listing
+    shown = json.loads(ckpt("ls", tmp_path, "--json").stdout)
+    assert shown[2]["metrics"] == {"loss": None, "n": 3.0} and shown[5]["metrics"] == {}
+    merged = tmp_path / "m.safetensors"
+    assert ckpt("merge", tmp_path / "step-00000004", merged).returncode == 0
+
+
+# ---- rules ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Twelve steps with falling and then rising losses."""
+    state = {"x": torch.ones(2)}
+    with CheckpointManager(tmp_path / "run", keep_last=None) as checkpoints:
+        for step in range(1, 13):
+            checkpoints.save(step * 10, state, metrics={"loss": abs(step - 5.2)})
+    return tmp_path / "run"
+
+
+def test_the_rules_combine_and_a_dry_run_tells_which(run: Path, ckpt: Run) -> None:
+    words = ["--keep-last", 2, "--keep-every", 50, "--keep-best", 2, "--metric", "loss"]
+    done = ckpt("prune", run, *words, "--dry-run")
+    stays = {
+        line.split()[1].rstrip(":")[-8:]: line.partition(": ")[2]
+        for line in done.stdout.splitlines()
+        if line.startswith("stays")
+    }
+    assert stays == {
+        "00000120": "the newest 2",
+        "00000110": "the newest 2",
+        "00000050": "a multiple of 50, the best 2 by loss (0.2)",
+        "00000100": "a multiple of 50",
+        "00000060": "the best 2 by loss (0.8)",
+    }
+    assert numbers(ckpt_tools.steps(run)) == [n * 10 for n in range(1, 13)]
+    assert ckpt("prune", run, *words).returncode == 0
+    assert numbers(ckpt_tools.steps(run)) == [50, 60, 100, 110, 120]
+    for more in (["--keep-best", 2], ["--metric", "loss"], ["--higher-is-better"]):
+        assert ckpt("prune", run, "--keep-last", 1, *more).returncode == 2
+    unknown = ckpt("prune", run, "--keep-last", 1, "--keep-best", 1, "--metric", "x")
+    assert unknown.returncode == 13 and "there are: loss" in unknown.stderr
+    assert ckpt("prune", run, "--keep-last", 1, "--keep-spaced", "often").returncode == 2
+
+
+def at(steps: list[Step], minutes: dict[int, float]) -> list[Step]:
+    """Steps as if saved so many minutes before now."""
+    now = dt.datetime.now(dt.UTC)
+    found = []
+    for step in steps:
+        assert step.manifest is not None
+        created = (now - dt.timedelta(minutes=minutes[step.number])).isoformat()
+        found.append(replace(step, manifest=replace(step.manifest, created=created)))
+    return found
+
+
+def test_steps_by_age(run: Path) -> None:
+    steps = at(list_steps(open_root(run)), {n * 10: 130 - n * 10 for n in range(1, 13)})
+    gone = removable(steps, Retention(1, younger_s=3600))
+    assert numbers(gone) == [10, 20, 30, 40, 50, 60, 70]
+
+
+def test_one_step_of_each_period_stays_whatever_was_removed_before(run: Path) -> None:
+    """A run that prunes after each save ends with the steps that one prune at the end leaves."""
+    minutes = {n * 10: (13 - n) * 17.0 for n in range(1, 13)}
+    steps = at(list_steps(open_root(run)), minutes)
+    rules = Retention(1, every_s=3600.0)
+    at_once = {s.number for s in steps} - set(numbers(removable(steps, rules)))
+    left: list[Step] = []
+    for step in steps:
+        left.append(step)
+        gone = removable(left, rules)
+        left = [s for s in left if s not in gone]
+    assert set(numbers(left)) == at_once and 3 <= len(left) <= 6
+    hours = {
+        int(dt.datetime.fromisoformat(s.manifest.created).timestamp() // 3600)
+        for s in steps
+        if s.manifest
+    }
+    assert len(left) in (len(hours), len(hours) + 1)  # and the newest
+
+
+def test_the_manager_takes_the_same_rules(tmp_path: Path) -> None:
+    rules = Retention(1, best=1, metric="accuracy", higher_is_better=True)
+    with CheckpointManager(tmp_path, retention=rules) as checkpoints:
+        for step, accuracy in enumerate((0.1, 0.9, 0.5, 0.6), 1):
+            checkpoints.save(step, {"x": torch.ones(2)}, metrics={"accuracy": accuracy})
+    assert numbers(ckpt_tools.steps(tmp_path)) == [2, 4]
+    ckpt_tools.prune(tmp_path, retention=Retention(1))
+    assert numbers(ckpt_tools.steps(tmp_path)) == [4]
+    with pytest.raises(ValueError, match="give only one"):
+        CheckpointManager(tmp_path, retention=rules, keep_every=5)
+    with pytest.raises(PlanError, match="expected keep_last, or retention"):
+        ckpt_tools.prune(tmp_path)
+    for bad in ({"last": 0}, {"best": 1}, {"every_s": 0}, {"younger_s": math.inf}, {"metric": "x"}):
+        with pytest.raises(ValueError, match="expected"):
+            Retention(**bad)  # type: ignore[arg-type]
+
+
+def test_a_step_that_is_not_finite_never_pushes_out_the_last_good_one(tmp_path: Path) -> None:
+    state = job()
+    with CheckpointManager(tmp_path, statistics=True, keep_last=2) as checkpoints:
+        checkpoints.save(1, state)
+        spoil(state)
+        for step in (2, 3, 4, 5):
+            checkpoints.save(step, state)
+    assert numbers(ckpt_tools.steps(tmp_path)) == [1, 4, 5]
+    result = prune_steps(open_root(tmp_path), Retention(1), dry_run=True)
+    reasons = {Path(path).name: reason for path, reason in result.policies.items()}
+    assert reasons["step-00000001"] == "the newest without known NaN or infinity"
