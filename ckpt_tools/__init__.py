@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ckpt_tools.loop.single_save import save
     from ckpt_tools.loop.state_dict import PerRank, RngState
     from ckpt_tools.operations.average import average
+    from ckpt_tools.operations.check_run import RunProblem, check_run
     from ckpt_tools.operations.convert.convert import convert
     from ckpt_tools.operations.copy import CopyResult, copy
     from ckpt_tools.operations.diff import Change, Difference, DiffResult, diff
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.salvage import SalvageResult, salvage
     from ckpt_tools.operations.seal import SealResult, seal
     from ckpt_tools.operations.stats import StatsResult, stats
+    from ckpt_tools.operations.thin import ThinnedStep, ThinResult, thin
     from ckpt_tools.operations.verify import VerifyResult, verify
     from ckpt_tools.publish.check_manifest import Problem
     from ckpt_tools.publish.manifest import Manifest
@@ -78,6 +80,7 @@ __all__ = [
     "Report",
     "Retention",
     "RngState",
+    "RunProblem",
     "SalvageResult",
     "SaveReport",
     "SealResult",
@@ -86,11 +89,14 @@ __all__ = [
     "StorageError",
     "StoredTensor",
     "TensorStatistics",
+    "ThinResult",
+    "ThinnedStep",
     "TransferResult",
     "UnsafePickleError",
     "VerifyResult",
     "__version__",
     "average",
+    "check_run",
     "convert",
     "copy",
     "diff",
@@ -106,6 +112,7 @@ __all__ = [
     "seal",
     "stats",
     "steps",
+    "thin",
     "verify",
 ]
 
@@ -116,6 +123,8 @@ _LAZY = {
     "merge": "operations.merge_reshard",
     "reshard": "operations.merge_reshard",
     "average": "operations.average",
+    "check_run": "operations.check_run",
+    "RunProblem": "operations.check_run",
     "convert": "operations.convert.convert",
     "CopyResult": "operations.copy",
     "copy": "operations.copy",
@@ -148,6 +157,9 @@ _LAZY = {
     "Problem": "publish.check_manifest",
     "StatsResult": "operations.stats",
     "stats": "operations.stats",
+    "thin": "operations.thin",
+    "ThinResult": "operations.thin",
+    "ThinnedStep": "operations.thin",
     "TensorStatistics": "core.statistics",
     "Change": "operations.diff",
     "Difference": "operations.diff",

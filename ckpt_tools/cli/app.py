@@ -18,7 +18,7 @@ import click
 import typer
 import typer.core
 
-from ckpt_tools.cli import read_verbs, run_verbs, value_verbs, write_verbs
+from ckpt_tools.cli import read_verbs, run_verbs, thin_verbs, value_verbs, write_verbs
 from ckpt_tools.cli.options import (
     Command,
 )
@@ -116,7 +116,9 @@ _VERBS: dict[str, Callable[..., Any]] = {
     "ls": run_verbs.list_,
     "latest": run_verbs.latest,
     "best": run_verbs.best,
+    "check": run_verbs.check,
     "prune": run_verbs.prune,
+    "thin": thin_verbs.thin,
     "pin": run_verbs.pin,
 }
 for _name, _verb in _VERBS.items():

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ckpt_tools.loop.retention import Pruned
     from ckpt_tools.operations.copy import CopyResult
     from ckpt_tools.operations.inspect import Report, Total
+    from ckpt_tools.operations.thin import ThinResult
     from ckpt_tools.publish.steps import Step
     from ckpt_tools.transfer.result import TransferResult
 
@@ -412,6 +413,7 @@ def show_steps(steps: Sequence[Step], with_metrics: bool = False) -> None:
         )
         state = "superseded by a rollback" if step.superseded_by else state
         state += ", pinned" if step.is_pinned else ""
+        state += f", thinned: no {printable(', '.join(step.thinned))}" if step.thinned else ""
         state += f", not finite: {step.not_finite}" if step.not_finite else ""
         values = [_value(_metrics_of(step), name) for name in names]
         rows.append(
@@ -500,4 +502,33 @@ def step_as_json(step: Step) -> dict[str, Any]:
         "is_finite": step.is_finite,
         "not_finite": step.manifest.not_finite if step.manifest else [],
         "metrics": dict(_metrics_of(step)),
+        "thinned": list(step.thinned),
     }
+
+
+# ---- thin ----------------------------------------------------------------------------------------
+
+
+def price_of(nbytes: int, price: float) -> str:
+    """Returns what bytes cost for a month, at a price for a GB."""
+    return f"{nbytes / 1e9 * price:,.2f} a month at {price:g} per GB"
+
+
+def show_thinned(result: ThinResult, price: float | None) -> None:
+    """Prints the steps that were thinned, or would be, and the bytes that this frees."""
+    rows = [
+        (
+            f"{step.number:,}",
+            format_size(step.before_nbytes),
+            format_size(step.after_nbytes),
+            printable(", ".join(step.dropped)),
+        )
+        for step in result.thinned
+    ]
+    if rows:
+        table(("step", "before", "after", "removed"), rows, right=(0, 1, 2))
+    for path, reason in result.kept.items():
+        print(f"  full: {printable(path)}: {printable(reason)}")
+    verb = "would free" if result.is_dry_run else "freed"
+    cost = f", {price_of(result.freed_nbytes, price)}" if price is not None else ""
+    print(f"{verb} {format_size(result.freed_nbytes)} in {count(len(rows), 'step')}{cost}")

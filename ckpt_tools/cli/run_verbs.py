@@ -258,6 +258,68 @@ def best(
         print(f"{printable(metric)} = {metric_of(found[0], metric):g}", file=sys.stderr)
 
 
+def check(
+    root: Root,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every byte, and compare the checksums.")
+    ] = False,
+    every: Annotated[
+        int | None,
+        typer.Option(
+            "--every",
+            min=1,
+            metavar="N",
+            help="The distance of steps: a missing one is a problem.",
+            show_default=False,
+        ),
+    ] = None,
+    unchanged: Annotated[
+        int,
+        typer.Option(
+            "--unchanged",
+            min=2,
+            metavar="N",
+            help="A trained tensor that is the same in the newest N steps is a problem.",
+        ),
+    ] = 3,
+    jump: Annotated[
+        float,
+        typer.Option(
+            "--jump",
+            min=1.0,
+            metavar="X",
+            help="An update X times larger than the median of a tensor's updates is a problem.",
+        ),
+    ] = 10.0,
+    storage_option: StorageOption = None,
+    as_json: Json = False,
+) -> None:
+    """Check the steps of a run, for CI and cron: exit status 1, and one line for each problem.
+
+    Problems are steps that are incomplete, without a manifest, damaged, missing or not finite,
+    trained tensors that do not change, and unusual updates. Values are known of steps that were
+    saved with statistics. Only --verify reads the data.
+    """
+    from ckpt_tools.operations.check_run import check_run as run
+
+    problems = run(
+        root,
+        verify=verify,
+        every=every,
+        unchanged_steps=unchanged,
+        jump=jump,
+        storage_options=parse_storage_options(storage_option),
+    )
+    if as_json:
+        print(json.dumps([problem._asdict() for problem in problems]))
+    for problem in problems if not as_json else ():
+        print(problem)
+    if problems:
+        raise typer.Exit(1)
+    if not as_json:
+        print(f"{printable(root)}: no problems")
+
+
 def pin(
     step: Annotated[
         str,

@@ -88,7 +88,10 @@ class Candidates:
             )
         for passed, reason in choice.passed_over:
             self.pass_over(passed, reason)
-        return (choice.step.number, choice.step.path) if choice.step else (0, None)
+        if choice.step is None:
+            return 0, None
+        _tell_thinned(choice.step)
+        return choice.step.number, choice.step.path
 
     def leave_newer(self, number: int) -> None:
         """Notes that the next save begins a branch after a step; -1 if it begins the run."""
@@ -138,6 +141,7 @@ class Candidates:
                 f"step {number} is not complete: {found.problem} ({printable(str(found.path))})"
             )
         self._leave(number, newer)
+        _tell_thinned(found)
         return found.path
 
     def _steps_of_mirror(self) -> list[Step]:
@@ -159,3 +163,13 @@ class Candidates:
                 "a new run" if number < 0 else f"resuming from step {number}",
                 ", ".join(sorted(newer)),
             )
+
+
+def _tell_thinned(step: Step) -> None:
+    """Warns of a step without the state that a resume usually needs."""
+    if step.thinned:
+        log.warning(
+            "step %d was thinned, and has no %s: a resume of the rest needs strict=False",
+            step.number,
+            printable(", ".join(step.thinned)),
+        )

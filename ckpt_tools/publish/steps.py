@@ -71,6 +71,12 @@ class Step:
         return not self.manifest.not_finite
 
     @property
+    def thinned(self) -> Sequence[str]:
+        """Returns the top-level keys that `ckpt thin` has removed from it; none for a full step."""
+        found = self.manifest.source.get("thinned") if self.manifest is not None else None
+        return [str(key) for key in found] if isinstance(found, list) else []
+
+    @property
     def attempt(self) -> str:
         """Returns the id of the attempt that wrote it; "" without a manifest."""
         return self.manifest.attempt if self.manifest is not None else ""

@@ -80,6 +80,7 @@ class TransferRequest:
         changes: an opaque version of `alter`, which changes when the changes do.
         prove: called before anything is published; it raises if the bytes read were wrong.
         about: more facts on the source, for the manifest.
+        in_place: the result replaces its own source.
         may_assume: in a remote store, read payloads from their usual positions, and check the
             positions afterwards.
     """
@@ -97,6 +98,7 @@ class TransferRequest:
     changes: str = ""
     prove: Callable[[Group], None] | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
+    in_place: bool = False
     may_assume: bool = True
 
 
@@ -164,7 +166,8 @@ class Transfer:
         self.began = time.monotonic()
         overwrite = self.request.options.get("overwrite", False)
         with self.group.phase("check"):
-            check_apart(self.source.path, self.dst.url)
+            if not self.request.in_place:
+                check_apart(self.source.path, self.dst.url)
             self.resume.check(overwrite or self.is_dry_run)
 
     # ---- plan: the same on all ranks, and that of an earlier attempt if one is continued ---------
@@ -400,7 +403,8 @@ class Transfer:
         if self.resume.work:
             about["work"] = self.resume.work
         sealed = SealedFile(len(index.data), hex64(crc64nvme(index.data))) if index else None
-        return Manifest.now(
+        step = _step_of(self.sealed, self.dst.url)
+        manifest = Manifest.now(
             self.attempt_id,
             self.request.operation,
             self.target.format,
@@ -409,8 +413,12 @@ class Transfer:
             files=files,
             index=(index.file, sealed) if index and sealed else None,
             tensors=self._with_statistics(tensors),
-            step=_step_of(self.sealed, self.dst.url),
+            step=step,
         )
+        if self.sealed is None or step is None:
+            return manifest
+        created = self.sealed.created if self.request.in_place else manifest.created
+        return replace(manifest, metrics=self.sealed.metrics, created=created)
 
     def _with_statistics(self, tensors: Mapping[str, SealedTensor]) -> dict[str, SealedTensor]:
         """Adds the statistics of the source's manifest to the tensors that have the same values."""

@@ -34,13 +34,16 @@ ARGUMENTS = {
     "ls": "run",
     "latest": "run",
     "best": "run",
+    "check": "run",
     "prune": "run",
+    "thin": "run",
     "pin": "run/step-1",
 }
 NEEDED = {
     "reshard": "--to 2",
     "convert": "--to dcp",
     "prune": "--keep-last 1",
+    "thin": "--keep-full 1",
     "best": "--metric loss",
 }
 FLAGS = {
@@ -99,6 +102,12 @@ NOTHING = {
     "--keep-spaced": "0s",
     "--keep-younger": "soon",
     "--keep-best": "1",
+    "--keep-full": "0",
+    "--drop": "zz*",
+    "--price": "-1",
+    "--every": "0",
+    "--unchanged": "1",
+    "--jump": "0",
     "--metric": "zz",
     "--last": "2",
     "--steps": "1:2",

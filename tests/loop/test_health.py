@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import math
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -273,3 +274,54 @@ def test_a_step_that_is_not_finite_never_pushes_out_the_last_good_one(tmp_path: 
     result = prune_steps(open_root(tmp_path), Retention(1), dry_run=True)
     reasons = {Path(path).name: reason for path, reason in result.policies.items()}
     assert reasons["step-00000001"] == "the newest without known NaN or infinity"
+
+
+# ---- ckpt check ----------------------------------------------------------------------------------
+
+
+def test_check_has_a_line_and_exit_1_for_each_problem(tmp_path: Path, ckpt: Run) -> None:
+    state = job()
+    with CheckpointManager(tmp_path, statistics=True, keep_last=None) as checkpoints:
+        for step in range(1, 9):
+            if step == 5:  # an update that is far too large
+                with torch.no_grad():
+                    state["model"][0].bias.add_(9.0)
+            if step == 8:
+                spoil(state)
+            train(state)
+            if step >= 6:  # no longer trained
+                with torch.no_grad():
+                    state["model"][1].weight.copy_(torch.ones(3, 50))
+            checkpoints.save(step * 10, state)
+    done = ckpt("check", tmp_path, "--every", 10)
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert any("step 50: jump: model.0.bias changed by 9" in line for line in lines)
+    unchanged = "step 80: unchanged: model.1.weight has been the same in steps 60 to 80"
+    assert unchanged in lines
+    assert any(line.startswith("step 80: not finite: model.1.bias: ") for line in lines)
+    shutil.rmtree(tmp_path / "step-00000030")
+    (tmp_path / "step-00000020" / "ckpt.manifest.x").touch()
+    next((tmp_path / "step-00000020").glob("ckpt.manifest.*.json")).unlink()
+    file = tmp_path / "step-00000010" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:2000] + b"x" + file.read_bytes()[2001:])
+    lines = ckpt("check", tmp_path, "--every", 10).stdout.splitlines()
+    assert any(line.startswith("step 30: missing") for line in lines)
+    assert any(line.startswith("step 20: unsealed") for line in lines)
+    assert not any(line.startswith("step 10") for line in lines)
+    found = json.loads(ckpt("check", tmp_path, "--verify", "--json").stdout)
+    assert [p["kind"] for p in found if p["step"] == 10] == ["damaged"]
+    (tmp_path / "step-00000040" / ".metadata").unlink()
+    lines = ckpt("check", tmp_path).stdout.splitlines()
+    assert any(line.startswith("step 40: incomplete") for line in lines)
+
+
+def test_a_sound_run_has_no_problems(tmp_path: Path, ckpt: Run) -> None:
+    state = job()
+    with CheckpointManager(tmp_path, statistics=True) as checkpoints:
+        for step in (1, 2, 3):
+            train(state)
+            checkpoints.save(step, state)
+    done = ckpt("check", tmp_path, "--verify", "--every", 1)
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}: no problems\n")
+    assert ckpt("check", tmp_path / "nothing").returncode == 10

@@ -519,7 +519,7 @@ def data_file_name(rank: int) -> str:
 def lay_out(request: Request) -> Target:
     """Lays out one `.distcp` per rank, and `.metadata` as the index; see `Format.lay_out`.
 
-    Rank 0 gets all objects.
+    Rank 0 gets all objects. The request's small files lie beside the data.
     """
     files = [DataFile(request.name(data_file_name(rank))) for rank in range(request.world_size)]
     names = {*request.objects, *(tensor.fqn for tensor in request.tensors)}
@@ -548,9 +548,12 @@ def lay_out(request: Request) -> Target:
     save_id = str(uuid.uuid5(uuid.NAMESPACE_OID, repr([(f.name, f.nbytes) for f in used])))
     return Target(
         NAME,
-        {f.name: f.nbytes for f in used},
+        {f.name: f.nbytes for f in used} | {n: len(data) for n, data in request.files.items()},
         slots,
-        tuple(literal for f in used for literal in f.literals),
+        (
+            *(literal for f in used for literal in f.literals),
+            *(Literal(name, 0, data) for name, data in request.files.items()),
+        ),
         tuple(trailer for f in used for trailer in f.trailers),
         Literal(".metadata", 0, dcp_metadata.render(metadata, save_id)),
         request.world_size,

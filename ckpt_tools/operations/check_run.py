@@ -1,0 +1,144 @@
+"""Checks the steps of a run for a cron job or CI: each problem is one line.
+
+It reads names, sizes and manifests. Only `verify` reads the data.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ckpt_tools.errors import NotACheckpointError, PlanError, printable
+from ckpt_tools.operations.arguments import checked
+from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.steps import Step, damage, list_steps
+from ckpt_tools.transfer.options import Path_
+
+_MOMENT = re.compile(r"(?:^|\.)state\.(.+)\.exp_avg$")
+_LEAST_STEPS = 4  # with measured changes, before one of them is called unusual
+
+
+class RunProblem(NamedTuple):
+    """A problem of a run.
+
+    Attributes:
+        step: the number of the step.
+        kind: incomplete, unsealed, damaged, missing, not finite, unchanged, or jump.
+        text: what is wrong.
+    """
+
+    step: int
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.kind}: {self.text}"
+
+
+@checked()
+def check_run(
+    root: Path_,
+    *,
+    verify: bool = False,
+    every: int | None = None,
+    unchanged_steps: int = 3,
+    jump: float = 10.0,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[RunProblem]:
+    """Returns the problems of a run's steps, by step; an empty list if there are none.
+
+    NaN, infinity and updates are known of steps that were saved with `statistics=True`.
+
+    Args:
+        root: directory of the run, a path or a URL.
+        verify: also read every byte, and compare the checksums.
+        every: the distance of steps; a missing one between the first and the last is a problem.
+        unchanged_steps: a trained tensor that is the same in so many steps in a row is a problem. A
+            tensor counts as trained if an Adam optimizer has a moment of it.
+        jump: an update of a tensor that is so many times larger than the median of its updates is a
+            problem.
+        storage_options: of the object store, as fsspec takes them.
+
+    Raises:
+        NotACheckpointError: there are no steps.
+        StorageError: the directory cannot be read.
+    """
+    if unchanged_steps < 2 or not jump > 1 or (every is not None and every < 1):
+        raise PlanError("expected unchanged_steps of at least 2, jump above 1, every of at least 1")
+    steps = list_steps(open_root(root, storage_options))
+    if not steps:
+        raise NotACheckpointError(f"no steps in {printable(str(root))}")
+    found = [problem for step in steps for problem in _of_step(step, verify)]
+    if every is not None:
+        found += _missing(steps, every)
+    sound = [step for step in steps if not step.problem and step.manifest is not None]
+    found += _unchanged(sound, unchanged_steps)
+    found += _jumps(sound, jump)
+    return sorted(found, key=lambda problem: problem.step)
+
+
+def _of_step(step: Step, verify: bool) -> Iterator[RunProblem]:
+    if step.problem:
+        yield RunProblem(step.number, "incomplete", step.problem)
+        return
+    if step.manifest is None:
+        yield RunProblem(step.number, "unsealed", "it has no manifest; ckpt seal adds one")
+        return
+    for fqn in step.manifest.not_finite:
+        found = step.manifest.tensors[fqn].statistics
+        assert found is not None
+        text = f"{printable(fqn)}: {found.num_nan:,} NaN, {found.num_inf:,} infinite"
+        yield RunProblem(step.number, "not finite", text)
+    if verify and (problem := damage(step)):
+        yield RunProblem(step.number, "damaged", problem)
+
+
+def _missing(steps: Sequence[Step], every: int) -> Iterator[RunProblem]:
+    numbers = {step.number for step in steps}
+    first = -(-min(numbers) // every) * every
+    for number in range(first, max(numbers) + 1, every):
+        if number not in numbers:
+            yield RunProblem(number, "missing", f"there is a step for other multiples of {every}")
+
+
+def trained_names(step: Step) -> set[str]:
+    """Returns the tensors of a model that have a moment of an Adam optimizer."""
+    assert step.manifest is not None
+    names = step.manifest.tensors
+    parameters = {match[1] for name in names if (match := _MOMENT.search(name))}
+    return {
+        name
+        for name in names
+        if not _MOMENT.search(name) and (name in parameters or name.partition(".")[2] in parameters)
+    }
+
+
+def _unchanged(steps: Sequence[Step], count: int) -> Iterator[RunProblem]:
+    """Yields trained tensors with the same fingerprint in the newest steps."""
+    newest = steps[-count:]
+    if len(newest) < count:
+        return
+    for name in sorted(trained_names(newest[-1])):
+        tensors = [step.manifest.tensors.get(name) for step in newest if step.manifest]
+        if None not in tensors and len({t.fingerprint for t in tensors if t}) == 1:
+            numbers = f"{newest[0].number} to {newest[-1].number}"
+            text = f"{printable(name)} has been the same in steps {numbers}"
+            yield RunProblem(newest[-1].number, "unchanged", text)
+
+
+def _jumps(steps: Sequence[Step], jump: float) -> Iterator[RunProblem]:
+    """Yields updates that are far above the median of the tensor's updates."""
+    changes: dict[str, list[tuple[int, float]]] = {}
+    for step in steps:
+        for name, tensor in step.manifest.tensors.items() if step.manifest else ():
+            change = tensor.statistics.change_rms if tensor.statistics else None
+            if change is not None and not name.endswith(".step"):
+                changes.setdefault(name, []).append((step.number, change))
+    for name, found in changes.items():
+        usual = statistics.median(change for _, change in found)
+        for number, change in found if len(found) >= _LEAST_STEPS else ():
+            if change > jump * usual > 0:
+                text = f"{printable(name)} changed by {change:.3g} (RMS), usually by {usual:.3g}"
+                yield RunProblem(number, "jump", text)

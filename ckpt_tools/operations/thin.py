@@ -1,0 +1,273 @@
+"""Removes optimizer and loader state from old steps of a run. The models stay.
+
+A thinned step takes the place of the full one in the same way as any result replaces another: in
+one instant, once it is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Unpack
+
+from ckpt_tools.core.catalog import (
+    Catalog,
+    check_globs,
+    find_optimizers,
+    is_other_state,
+    keep,
+    key_path,
+    matcher,
+    refuse_unread,
+)
+from ckpt_tools.errors import CheckpointError, NotACheckpointError, PlanError, printable
+from ckpt_tools.formats.dcp import format as dcp
+from ckpt_tools.formats.registry import Request, Source, TargetTensor, open_source
+from ckpt_tools.operations.arguments import checked
+from ckpt_tools.operations.merge_reshard import dtype_by_name, left_out, saved_boxes, target_dtype
+from ckpt_tools.publish.destinations import open_destination, open_root
+from ckpt_tools.publish.run_root import RunRoot
+from ckpt_tools.publish.steps import Step, list_steps
+from ckpt_tools.storage import read
+from ckpt_tools.transfer.options import Options, Path_, Reading
+from ckpt_tools.transfer.transfer import TransferRequest, transfer
+
+_MAX_FILE_BYTES = 64 << 20  # of a small file that a save has put beside its data
+
+
+@dataclass(frozen=True, slots=True)
+class ThinnedStep:
+    """A step that was thinned, or would be.
+
+    Attributes:
+        number, path: of the step.
+        before_nbytes, after_nbytes: bytes of its files; `after_nbytes` is an estimate in a dry run.
+        dropped: bytes by top-level key that is gone.
+    """
+
+    number: int
+    path: str
+    before_nbytes: int
+    after_nbytes: int
+    dropped: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ThinResult:
+    """The result of `thin`.
+
+    Attributes:
+        thinned: steps, oldest first.
+        kept: path of each full step that stays full, with the reason.
+        failed: path of each step that could not be thinned, with the error. It is as it was.
+        is_dry_run: whether nothing was written.
+    """
+
+    thinned: list[ThinnedStep] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    is_dry_run: bool = False
+
+    @property
+    def freed_nbytes(self) -> int:
+        """Returns the bytes that are free now, or would be."""
+        return sum(step.before_nbytes - step.after_nbytes for step in self.thinned)
+
+
+@checked(Reading)
+def thin(
+    root: Path_,
+    keep_full: int,
+    *,
+    keep_every: int | None = None,
+    drop: Sequence[str] = (),
+    dtype: str | None = None,
+    dry_run: bool = False,
+    **options: Unpack[Reading],
+) -> ThinResult:
+    """Removes optimizer and loader state from all but the newest steps of a run.
+
+    A step that is pinned stays full. So does one with files that no save wrote, and the newest full
+    step that is not known to have NaN or infinity. No job may be saving to the run.
+
+    Args:
+        root: directory of the run, a path or a URL.
+        keep_full: how many of the newest full steps stay as they are, at least 1.
+        keep_every: steps whose number is a multiple of this stay full.
+        drop: globs of entries to remove. If empty: optimizers, and all values that are no tensors
+            of a model.
+        dtype: `bf16`, `fp16`, `fp32` or `fp64`: also cast the tensors that stay.
+        dry_run: change nothing, and return what would be done.
+        **options: see `Reading`. Several processes cannot share the work.
+
+    Raises:
+        NotACheckpointError: there are no steps.
+        PlanError: a number is less than 1, or a glob matches nothing.
+        StorageError: another job holds the run.
+    """
+    for name, value in (("keep_full", keep_full), ("keep_every", keep_every)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise PlanError(f"{name}: expected a whole number of at least 1, got {value!r}")
+    if dtype is not None:
+        dtype_by_name(dtype)
+    where = open_root(root, options.get("storage_options"))
+    result = ThinResult(is_dry_run=dry_run)
+    if dry_run:
+        _thin_all(where, result, keep_full, keep_every, drop, dtype, options)
+        return result
+    if not list_steps(where):  # a claim would make the directory
+        raise NotACheckpointError(f"no steps in {printable(str(root))}")
+    lock = where.claim()
+    try:
+        _thin_all(where, result, keep_full, keep_every, drop, dtype, options)
+    finally:
+        lock.release()
+    return result
+
+
+def _thin_all(
+    where: RunRoot,
+    result: ThinResult,
+    keep_full: int,
+    keep_every: int | None,
+    drop: Sequence[str],
+    dtype: str | None,
+    options: Reading,
+) -> None:
+    steps = list_steps(where)
+    if not steps:
+        raise NotACheckpointError(f"no steps in {printable(str(where.path))}")
+    chosen = list(_chosen(steps, keep_full, keep_every, result.kept))
+    opened = {
+        step.number: open_source(step.path, options.get("storage_options")) for step in chosen
+    }
+    _check_drop(drop, opened.values())
+    for step in chosen:
+        source = opened[step.number]
+        try:
+            found = _thin_one(step, source, drop, dtype, options, result.is_dry_run)
+        except CheckpointError as error:
+            result.failed[str(step.path)] = str(error)
+            continue
+        finally:
+            source.store.close()
+        if found is None:
+            result.kept[str(step.path)] = "there is nothing to remove"
+        else:
+            result.thinned.append(found)
+
+
+def _chosen(
+    steps: Sequence[Step], keep_full: int, keep_every: int | None, kept: dict[str, str]
+) -> Iterator[Step]:
+    """Yields the steps to thin, oldest first, and notes why others stay full."""
+    full = [
+        step
+        for step in steps
+        if not step.problem
+        and not step.superseded_by
+        and not step.thinned
+        and step.manifest is not None
+        and step.manifest.step == step.number
+    ]
+    newest = {step.number for step in full[-keep_full:]}
+    finite = next((step.number for step in reversed(full) if step.is_finite is not False), None)
+    for step in full:
+        reason = (
+            f"one of the newest {keep_full} full steps"
+            if step.number in newest
+            else "the newest full step without known NaN or infinity"
+            if step.number == finite
+            else f"a multiple of {keep_every}"
+            if keep_every and step.number % keep_every == 0
+            else "it is pinned"
+            if step.is_pinned
+            else ""
+            if step.is_removable and step.manifest and step.manifest.format == dcp.NAME
+            else "no save of this tool wrote it"
+        )
+        if reason:
+            kept[str(step.path)] = reason
+        else:
+            yield step
+
+
+def _check_drop(drop: Sequence[str], sources: Iterable[Source]) -> None:
+    names: dict[str, None] = {}
+    for source in sources:
+        names |= dict.fromkeys([*source.catalog.tensors, *source.catalog.objects])
+    if names:
+        check_globs(drop, list(names), "--drop")
+
+
+def _thin_one(
+    step: Step,
+    source: Source,
+    drop: Sequence[str],
+    dtype: str | None,
+    options: Reading,
+    is_dry_run: bool,
+) -> ThinnedStep | None:
+    """Thins one step; returns None if there is nothing to remove."""
+    catalog = _kept_part(source.catalog, drop)
+    refuse_unread(catalog)
+    if not catalog.tensors:
+        raise PlanError("no tensor would be left", hint="ckpt prune removes whole steps")
+    gone = left_out(source.catalog, catalog)
+    if not gone:
+        return None
+    world_size = source.catalog.world_size or 1
+    targets = [
+        TargetTensor(
+            t.fqn,
+            target_dtype(t, dtype, lambda _: False),
+            t.shape,
+            tuple(saved_boxes(t, world_size, world_size)),
+        )
+        for t in catalog.tensors.values()
+    ]
+    objects = {o.fqn: o.extent.nbytes for o in catalog.objects.values()}
+    request = Request(targets, world_size, objects, catalog.paths, files=_small_files(step, source))
+    how: Options = {**options, "overwrite": True, "dry_run": is_dry_run, "resume": False}
+    moved = transfer(
+        TransferRequest(
+            "thin",
+            source,
+            catalog,
+            open_destination(step.path, options.get("storage_options")),
+            dcp,
+            request,
+            how,
+            left_out=gone,
+            about={"thinned": sorted(gone)},
+            in_place=True,
+        )
+    )
+    return ThinnedStep(step.number, str(step.path), step.nbytes, sum(moved.files.values()), gone)
+
+
+def _kept_part(catalog: Catalog, drop: Sequence[str]) -> Catalog:
+    """Returns what stays: by default the models, without optimizers and loaders."""
+    if drop:
+        is_dropped = matcher(drop)
+        return keep(catalog, lambda fqn: not is_dropped(fqn))
+    optimizers = find_optimizers(catalog)
+
+    def is_of_a_model(fqn: str) -> bool:
+        path = key_path(catalog, fqn)
+        is_below = any(path[:depth] in optimizers for depth in range(1, len(path)))
+        return not is_below and not is_other_state(path[0])
+
+    return replace(keep(catalog, is_of_a_model), objects={})
+
+
+def _small_files(step: Step, source: Source) -> dict[str, bytes]:
+    """Returns the small files that the save has put beside its data."""
+    assert step.manifest is not None
+    found = {}
+    for name, sealed in step.manifest.files.items():
+        if name not in source.catalog.file_sizes:
+            if sealed.nbytes > _MAX_FILE_BYTES:
+                raise PlanError(f"{printable(name)} is too long to be carried along")
+            found[name] = read(source.store, name)
+    return found

@@ -1,0 +1,233 @@
+"""Old steps lose their optimizers, and keep their models. Stock torch reads what is left."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+import ckpt_tools
+from ckpt_tools import CheckpointManager, NotACheckpointError, PlanError, StorageError
+from ckpt_tools.publish.destinations import open_root
+from tests.conftest import torchrun
+from tests.jobs import EVERY, STRACE
+from tests.servers.servers import Server
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def job() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return {"model": model, "optimizer": optimizer, "ema": {"w": torch.ones(4)}, "epoch": 3}
+
+
+def save_run(root: Path | str, steps: int = 5, **more: Any) -> dict[int, dict[str, Tensor]]:
+    """Trains and saves; returns the model of each step."""
+    state, models = job(), {}
+    with CheckpointManager(root, keep_last=None, **more) as checkpoints:
+        for step in range(1, steps + 1):
+            state["model"](torch.ones(2, 40)).square().mean().backward()
+            state["optimizer"].step()
+            models[step] = {n: t.clone() for n, t in state["model"].state_dict().items()}
+            note = {"note.json": b'{"a": 1}'}
+            checkpoints.save(step, state, metrics={"loss": step}, files=note)
+    return models
+
+
+def holds(step: Path, model: dict[str, Tensor]) -> None:
+    """Stock torch loads the model of a step, bit for bit."""
+    got = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
+    dcp.load({"model": got}, checkpoint_id=step, no_dist=True)
+    assert all(torch.equal(got[name], tensor) for name, tensor in model.items())
+
+
+def test_old_steps_keep_the_model_and_lose_the_optimizer(tmp_path: Path, ckpt: Run) -> None:
+    models = save_run(tmp_path, statistics=True)
+    before = {s.number: s for s in ckpt_tools.steps(tmp_path)}
+    dry = ckpt_tools.thin(tmp_path, 2, dry_run=True)
+    assert [s.manifest for s in ckpt_tools.steps(tmp_path)] == [
+        before[n].manifest for n in sorted(before)
+    ]
+    done = ckpt("thin", tmp_path, "--keep-full", 2, "--price", 1000)
+    assert done.returncode == 0 and "optimizer" in done.stdout and "a month" in done.stdout
+    after = {s.number: s for s in ckpt_tools.steps(tmp_path)}
+    for number, step in after.items():
+        holds(Path(step.path), models[number])
+        assert ckpt_tools.verify(step.path).problems == []
+        assert (Path(step.path) / "note.json").read_bytes() == b'{"a": 1}'
+        old, new = before[number].manifest, step.manifest
+        assert old is not None and new is not None
+        assert (new.step, new.metrics, new.created) == (number, {"loss": number}, old.created)
+        gone = set(old.tensors) - set(new.tensors)
+        assert {name: new.tensors[name] for name in new.tensors}.items() <= old.tensors.items()
+        assert list(step.thinned) == (["epoch", "optimizer"] if number < 4 else [])
+        assert all(name.startswith("optimizer.") for name in gone) and bool(gone) == (number < 4)
+    freed = sum(before[n].nbytes - after[n].nbytes for n in after)
+    assert freed > 0 and abs(dry.freed_nbytes - freed) < 20_000  # without metadata
+    assert "thinned: no epoch, optimizer" in ckpt("ls", tmp_path).stdout
+    assert not list(tmp_path.glob(".tmp*")) and not list(tmp_path.glob(".trash*"))
+    with ckpt_tools.open(after[1].path) as step:
+        assert any(name.startswith("ema") for name in step)  # another model stays
+    ckpt_tools.merge(after[1].path, tmp_path / "m.safetensors")
+    assert ckpt_tools.thin(tmp_path, 2).thinned == []  # nothing is left to do
+
+
+def test_a_resume_says_what_a_thinned_step_lacks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    models = save_run(tmp_path)
+    ckpt_tools.thin(tmp_path, 1)
+    state = job()
+    with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
+        assert checkpoints.resume(state) == 5  # the newest is full
+        with pytest.raises(PlanError):
+            checkpoints.resume(state, 2)
+        assert "step 2 was thinned, and has no epoch, optimizer" in caplog.text
+        assert checkpoints.resume(state, 2, strict=False) == 2
+    assert all(torch.equal(t, models[2][n]) for n, t in state["model"].state_dict().items())
+
+
+def test_globs_a_type_and_steps_that_stay_full(tmp_path: Path, ckpt: Run) -> None:
+    models = save_run(tmp_path, 6)
+    ckpt("pin", tmp_path / "step-00000002")
+    (tmp_path / "step-00000003" / "mine.txt").write_text("mine")
+    result = ckpt_tools.thin(
+        tmp_path, 1, keep_every=4, drop=["optimizer.*exp_avg_sq"], dtype="bf16"
+    )
+    assert [s.number for s in result.thinned] == [1, 5]
+    reasons = {Path(path).name[-1]: reason for path, reason in result.kept.items()}
+    assert reasons == {
+        "2": "it is pinned",
+        "4": "a multiple of 4",
+        "6": "one of the newest 1 full steps",
+    }
+    assert "mine.txt" in next(iter(result.failed.values())) and len(result.failed) == 1
+    assert (tmp_path / "step-00000003" / "mine.txt").read_text() == "mine"
+    with ckpt_tools.open(tmp_path / "step-00000001") as step:
+        names = list(step)
+        assert any(name.endswith(".exp_avg") for name in names)
+        assert not any(name.endswith(".exp_avg_sq") for name in names)
+        weight = step["model.0.weight"].torch()
+    assert torch.equal(weight, models[1]["0.weight"].bfloat16())
+    done = ckpt("thin", tmp_path, "--keep-full", 1, "--drop", "nothing*")
+    assert done.returncode == 13 and "--drop" in done.stderr
+
+
+def test_the_newest_finite_full_step_stays(tmp_path: Path) -> None:
+    state = job()
+    with CheckpointManager(tmp_path, keep_last=None, statistics=True) as checkpoints:
+        for step in (1, 2, 3, 4):
+            if step == 3:
+                with torch.no_grad():
+                    state["model"][0].weight[0, 0] = float("nan")
+            checkpoints.save(step, state)
+    assert [s.number for s in ckpt_tools.thin(tmp_path, 1).thinned] == [1, 3]
+    with CheckpointManager(tmp_path) as checkpoints:
+        assert checkpoints.resume(job()) == 2
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotACheckpointError, match="no steps"):
+        ckpt_tools.thin(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == []
+    save_run(tmp_path, 3)
+    for bad in (
+        {"keep_full": 0},
+        {"keep_full": 1, "keep_every": 0},
+        {"keep_full": 1, "dtype": "x"},
+    ):
+        with pytest.raises(PlanError):
+            ckpt_tools.thin(tmp_path, **bad)  # type: ignore[arg-type]
+    lock = open_root(tmp_path).claim()
+    try:
+        with pytest.raises(StorageError, match="another"):
+            ckpt_tools.thin(tmp_path, 1)
+    finally:
+        lock.release()
+
+
+def test_a_damaged_step_stays_as_it_is(tmp_path: Path) -> None:
+    save_run(tmp_path, 3)
+    file = tmp_path / "step-00000001" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[3000] ^= 1
+    file.write_bytes(data)
+    result = ckpt_tools.thin(tmp_path, 1)
+    assert [s.number for s in result.thinned] == [2] and "damaged" in next(
+        iter(result.failed.values())
+    )
+    assert file.read_bytes() == data
+
+
+def test_steps_of_several_ranks_keep_their_sharding(tmp_path: Path) -> None:
+    torchrun(3, "save_statistics.py", str(tmp_path))
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "old")
+    state = {"model": {"x": torch.ones(2)}}
+    with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
+        checkpoints.save(2, state)
+    ckpt_tools.thin(tmp_path, 1, drop=["replicated"])
+    thinned = ckpt_tools.inspect(tmp_path / "step-00000001")
+    assert thinned.world_size == 3 and "replicated" not in thinned.catalog.tensors
+    before = ckpt_tools.inspect(tmp_path / "old").catalog.tensors
+    for name, entry in thinned.catalog.tensors.items():
+        assert [c.box for c in entry.chunks] == [c.box for c in before[name].chunks]
+    difference = ckpt_tools.diff(tmp_path / "old", tmp_path / "step-00000001", read_all=True)
+    assert difference.only_a == ["replicated"] and not difference.differences
+
+
+CALLS = "renameat2,rename,renameat,unlink,unlinkat,rmdir,fsync,fdatasync,mkdir,pwrite64,ftruncate"
+
+
+def test_killed_at_every_system_call_each_step_is_full_or_thinned(tmp_path: Path) -> None:
+    """Whole in any case; the next run finishes the work, and nothing is left behind."""
+    models = save_run(tmp_path / "whole", 2)
+    number = 1
+    while True:
+        run = tmp_path / f"at-{number}"
+        shutil.copytree(tmp_path / "whole", run)
+        names = ",".join(f"?{name}" for name in CALLS.split(","))
+        inject = f"inject={names}:signal=KILL:when={number}"
+        words = [sys.executable, "-m", "ckpt_tools", "thin", str(run), "--keep-full", "1"]
+        done = subprocess.run([*STRACE, "-e", inject, *words], capture_output=True, text=True)
+        steps = ckpt_tools.steps(run)
+        assert [s.number for s in steps] == [1, 2] and not any(s.problem for s in steps)
+        for step in steps:
+            assert ckpt_tools.verify(step.path).problems == []
+            holds(Path(step.path), models[step.number])
+        if done.returncode == 0:
+            assert number > 10
+            break
+        again = ckpt_tools.thin(run, 1)
+        assert not again.failed and list(ckpt_tools.steps(run)[0].thinned)
+        left = [p.name for p in run.iterdir() if p.name.startswith((".tmp.", ".trash.", ".aside."))]
+        assert left == [], number
+        shutil.rmtree(run)
+        number += EVERY if number > 1 else 1
+
+
+def test_steps_in_a_bucket(server: Server, tmp_path: Path) -> None:
+    server.bucket("thin")
+    root, options = "s3://thin/run", {"storage_options": server.options}
+    models = save_run(root, 3, **options)
+    result = ckpt_tools.thin(root, 1, **options)
+    assert [s.number for s in result.thinned] == [1, 2] and not result.failed
+    for number in (1, 2):
+        path = f"{root}/step-{number:08d}"
+        assert ckpt_tools.verify(path, **options).problems == []
+        ckpt_tools.copy(path, tmp_path / str(number), **options)
+        holds(tmp_path / str(number), models[number])
+    assert [list(s.thinned) for s in ckpt_tools.steps(root, **options)] == [
+        ["epoch", "optimizer"],
+        ["epoch", "optimizer"],
+        [],
+    ]
