@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.diff import Change, Difference, DiffResult, diff
     from ckpt_tools.operations.inspect import Report, inspect
     from ckpt_tools.operations.merge_reshard import merge, reshard
+    from ckpt_tools.operations.report.plot import plot
+    from ckpt_tools.operations.report.report import report, report_data
+    from ckpt_tools.operations.run_bytes import StepBytes, du
     from ckpt_tools.operations.salvage import SalvageResult, salvage
     from ckpt_tools.operations.seal import SealResult, seal
     from ckpt_tools.operations.stats import StatsResult, stats
@@ -86,6 +89,7 @@ __all__ = [
     "SealResult",
     "StatsResult",
     "Step",
+    "StepBytes",
     "StorageError",
     "StoredTensor",
     "TensorStatistics",
@@ -100,12 +104,16 @@ __all__ = [
     "convert",
     "copy",
     "diff",
+    "du",
     "inspect",
     "latest",
     "load",
     "merge",
     "open",
+    "plot",
     "prune",
+    "report",
+    "report_data",
     "reshard",
     "salvage",
     "save",
@@ -158,6 +166,11 @@ _LAZY = {
     "StatsResult": "operations.stats",
     "stats": "operations.stats",
     "thin": "operations.thin",
+    "du": "operations.run_bytes",
+    "plot": "operations.report.plot",
+    "report": "operations.report.report",
+    "report_data": "operations.report.report",
+    "StepBytes": "operations.run_bytes",
     "ThinResult": "operations.thin",
     "ThinnedStep": "operations.thin",
     "TensorStatistics": "core.statistics",

@@ -18,7 +18,7 @@ import click
 import typer
 import typer.core
 
-from ckpt_tools.cli import read_verbs, run_verbs, thin_verbs, value_verbs, write_verbs
+from ckpt_tools.cli import read_verbs, report_verbs, run_verbs, thin_verbs, value_verbs, write_verbs
 from ckpt_tools.cli.options import (
     Command,
 )
@@ -119,6 +119,9 @@ _VERBS: dict[str, Callable[..., Any]] = {
     "check": run_verbs.check,
     "prune": run_verbs.prune,
     "thin": thin_verbs.thin,
+    "du": thin_verbs.du,
+    "report": report_verbs.report,
+    "plot": report_verbs.plot,
     "pin": run_verbs.pin,
 }
 for _name, _verb in _VERBS.items():

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ckpt_tools.loop.retention import Pruned
     from ckpt_tools.operations.copy import CopyResult
     from ckpt_tools.operations.inspect import Report, Total
+    from ckpt_tools.operations.run_bytes import StepBytes
     from ckpt_tools.operations.thin import ThinResult
     from ckpt_tools.publish.steps import Step
     from ckpt_tools.transfer.result import TransferResult
@@ -532,3 +533,24 @@ def show_thinned(result: ThinResult, price: float | None) -> None:
     verb = "would free" if result.is_dry_run else "freed"
     cost = f", {price_of(result.freed_nbytes, price)}" if price is not None else ""
     print(f"{verb} {format_size(result.freed_nbytes)} in {count(len(rows), 'step')}{cost}")
+
+
+# ---- du ------------------------------------------------------------------------------------------
+
+
+def show_bytes(found: Sequence[StepBytes], price: float | None) -> None:
+    """Prints the bytes of each step, their sums, and what could be removed."""
+    names = ("model", "optimizer", "other", "reclaimable")
+
+    def row(name: str, total: int, parts: Iterable[int], why: str) -> tuple[str, ...]:
+        return (name, format_size(total), *(format_size(n) if n else "-" for n in parts), why)
+
+    rows = [
+        row(f"{one.step.number:,}", one.step.nbytes, (getattr(one, n) for n in names), one.why)
+        for one in found
+    ]
+    sums = [sum(getattr(one, name) for one in found) for name in names]
+    total = sum(one.step.nbytes for one in found)
+    table(("step", "bytes", *names, ""), [*rows, row("all", total, sums, "")], right=range(6))
+    cost = f": {price_of(sums[-1], price)}" if price is not None else ""
+    print(f"{format_size(sums[-1])} of {format_size(total)} can be removed{cost}")

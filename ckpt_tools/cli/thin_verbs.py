@@ -1,4 +1,4 @@
-"""The commands for the bytes of a run: thin."""
+"""The commands for the bytes of a run: thin and du."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ckpt_tools.cli.options import (
     StorageOption,
     check_dtype,
     json_value,
+    parse_storage_options,
     reading_options,
 )
 from ckpt_tools.errors import StorageError, printable
@@ -114,3 +115,32 @@ def thin(
         typer.echo(f"could not thin {printable(path)}: {error}", err=True)
     if result.failed:
         raise typer.Exit(StorageError.exit_code)
+
+
+def du(
+    root: Root,
+    price: Price = None,
+    storage_option: StorageOption = None,
+    as_json: Json = False,
+) -> None:
+    """Show where the bytes of a run are: models, optimizers, the rest, and what can be removed.
+
+    It reads manifests only.
+    """
+    from ckpt_tools.cli import render
+    from ckpt_tools.operations.run_bytes import du as run
+
+    found = run(root, storage_options=parse_storage_options(storage_option))
+    if as_json:
+        names = ("model", "optimizer", "other", "reclaimable", "why", "kinds")
+        print(
+            json.dumps(
+                [
+                    {"step": one.step.number, "path": str(one.step.path), "nbytes": one.step.nbytes}
+                    | {name: getattr(one, name) for name in names}
+                    for one in found
+                ]
+            )
+        )
+    else:
+        render.show_bytes(found, price)

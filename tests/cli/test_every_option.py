@@ -37,6 +37,9 @@ ARGUMENTS = {
     "check": "run",
     "prune": "run",
     "thin": "run",
+    "du": "run",
+    "report": "s.pt",
+    "plot": "run",
     "pin": "run/step-1",
 }
 NEEDED = {
@@ -45,6 +48,8 @@ NEEDED = {
     "prune": "--keep-last 1",
     "thin": "--keep-full 1",
     "best": "--metric loss",
+    "plot": "--tensor * --output x.png",
+    "report": "--output x.html",
 }
 FLAGS = {
     "--tree",
@@ -69,6 +74,9 @@ FLAGS = {
     "--metrics",
     "--allow-not-finite",
     "--higher-is-better",
+    "--serve",
+    "--open",
+    "--no-values",
 }
 # a value that matches nothing, or that is none, of every other option; more words that it needs
 NOTHING = {
@@ -105,6 +113,10 @@ NOTHING = {
     "--keep-full": "0",
     "--drop": "zz*",
     "--price": "-1",
+    "--port": "0",
+    "--output": "x.txt",
+    "--tensor": "zz*",
+    "--value": "size",
     "--every": "0",
     "--unchanged": "1",
     "--jump": "0",

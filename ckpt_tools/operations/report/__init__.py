@@ -1,0 +1,1 @@
+"""Reports for people: a page with charts, and the numbers behind it."""

@@ -1,0 +1,46 @@
+"""Puts the numbers of a report and a chart library into one HTML file that fetches nothing.
+
+Both are compressed, and no text of a checkpoint stands in the HTML itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from importlib import resources
+from typing import Any
+
+from ckpt_tools.errors import CheckpointError
+
+
+def render_page(data: dict[str, Any], reload_s: int = 0) -> bytes:
+    """Returns the page.
+
+    Args:
+        data: from `collect`.
+        reload_s: the browser loads the page again after so many seconds; never if 0.
+
+    Raises:
+        CheckpointError: plotly is not installed.
+    """
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise CheckpointError(
+            "a report needs plotly", hint="pip install 'ckpt-tools[report]'"
+        ) from error
+    text = resources.files("ckpt_tools.operations.report").joinpath("page.html").read_text("utf-8")
+    refresh = f'<meta http-equiv="refresh" content="{reload_s}">' if reload_s else ""
+    for mark, value in (
+        ("<!--REFRESH-->", refresh),
+        ("/*LIBRARY*/", _packed(get_plotlyjs().encode())),
+        ("/*DATA*/", _packed(json.dumps(data, allow_nan=False).encode())),
+    ):
+        assert text.count(mark) == 1
+        text = text.replace(mark, value)
+    return text.encode()
+
+
+def _packed(data: bytes) -> str:
+    return base64.b64encode(gzip.compress(data, 9, mtime=0)).decode("ascii")

@@ -1,0 +1,131 @@
+"""Makes a report, writes it to a file, or serves it on this machine."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Unpack
+
+from ckpt_tools.errors import CheckpointError, PlanError, StorageError, printable
+from ckpt_tools.operations.arguments import checked
+from ckpt_tools.operations.report import collect
+from ckpt_tools.operations.report.page import render_page
+from ckpt_tools.transfer.options import Path_, Reading
+
+RELOAD_S = 10
+_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+
+
+@checked(Reading)
+def report_data(
+    src: Path_, other: Path_ | None = None, *, read_values: bool = True, **options: Unpack[Reading]
+) -> dict[str, Any]:
+    """Returns the numbers of a report as plain values.
+
+    Args:
+        src: a checkpoint, or the directory of a run.
+        other: another checkpoint: the report is about the differences.
+        read_values: measure the values of a checkpoint whose manifest lacks statistics.
+        **options: see `Reading`.
+
+    Raises:
+        CheckpointError: something cannot be read.
+    """
+    if other is not None:
+        return collect.of_difference(src, other, **options)
+    if collect.is_run(src, options.get("storage_options")):
+        return collect.of_run(src, **options)
+    return collect.of_checkpoint(src, read_values, **options)
+
+
+@checked(Reading)
+def report(
+    src: Path_,
+    other: Path_ | None = None,
+    *,
+    output: Path_,
+    read_values: bool = True,
+    overwrite: bool = False,
+    **options: Unpack[Reading],
+) -> int:
+    """Writes a report as one HTML file, which fetches nothing. Returns its bytes.
+
+    Args:
+        src, other, read_values: as for `report_data`.
+        output: the file to write.
+        overwrite: replace an existing file.
+        **options: see `Reading`.
+
+    Raises:
+        StorageError: the file exists, or cannot be written.
+        CheckpointError: plotly is not installed, or something cannot be read.
+    """
+    path = Path(os.fspath(output))
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise PlanError(f"a report is an HTML file: expected a name that ends in .html, got {path}")
+    if path.exists() and not overwrite:
+        raise StorageError(f"it exists: {printable(str(path))}", hint="--overwrite replaces it")
+    page = render_page(report_data(src, other, read_values=read_values, **options))
+    part = path.with_name(f".tmp.{path.name}.{os.getpid()}")
+    try:
+        part.write_bytes(page)
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise StorageError(
+            f"cannot write {printable(str(path))}: {error.strerror or error}"
+        ) from error
+    return len(page)
+
+
+def serve(make: Callable[[], dict[str, Any]], port: int) -> ThreadingHTTPServer:
+    """Returns a server on this machine whose page is made anew at each request.
+
+    Call its `serve_forever`. It answers requests from this machine only, and changes nothing.
+
+    Args:
+        make: returns the numbers.
+        port: of 127.0.0.1; 0 for any.
+
+    Raises:
+        StorageError: the port is taken.
+    """
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: object) -> None:
+            del args
+
+        def do_GET(self) -> None:
+            host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
+            if host not in _HOSTS:  # another name that leads here may belong to a stranger's page
+                self._answer(HTTPStatus.FORBIDDEN, b"this page is for this machine only")
+            elif self.path != "/":
+                self._answer(HTTPStatus.NOT_FOUND, b"the report is at /")
+            else:
+                try:
+                    with lock:
+                        page = render_page(make(), RELOAD_S)
+                except CheckpointError as error:
+                    self._answer(HTTPStatus.SERVICE_UNAVAILABLE, printable(str(error)).encode())
+                    return
+                self._answer(HTTPStatus.OK, page, "text/html; charset=utf-8")
+
+        def _answer(
+            self, status: HTTPStatus, data: bytes, kind: str = "text/plain; charset=utf-8"
+        ) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(data)))
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.end_headers()
+            self.wfile.write(data)
+
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise StorageError(f"cannot serve on port {port}: {error.strerror or error}") from error

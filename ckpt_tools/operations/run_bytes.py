@@ -1,0 +1,104 @@
+"""Tells where the bytes of a run are: models, optimizers, and what could be removed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_tools.core.catalog import is_other_state
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.errors import NotACheckpointError, printable
+from ckpt_tools.operations.arguments import checked
+from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.manifest import Manifest, SealedTensor
+from ckpt_tools.publish.steps import Step, list_all
+from ckpt_tools.transfer.options import Path_
+
+_STATE = re.compile(r"(?:^|\.)optim(?:izer)?s?(?:_\d+)?\.state\..+\.([^.]+)$")
+WEIGHTS, OTHER = "weights", "other"
+
+
+def kind_of(fqn: str) -> str:
+    """Returns `weights`, the name of an optimizer's state such as `exp_avg`, or `other`."""
+    if match := _STATE.search(fqn):
+        return match[1]
+    return OTHER if is_other_state(fqn.partition(".")[0]) else WEIGHTS
+
+
+def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
+    """Returns the bytes of a checkpoint's tensors by kind."""
+    found: dict[str, int] = {}
+    for fqn, tensor in manifest.tensors.items():
+        found[kind_of(fqn)] = found.get(kind_of(fqn), 0) + nbytes_of(tensor)
+    return found
+
+
+def nbytes_of(tensor: SealedTensor) -> int:
+    """Returns the bytes of a tensor; 0 for an unknown type."""
+    dtype = BY_NAME.get(tensor.dtype)
+    return math.prod(tensor.shape) * (dtype.itemsize if dtype else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """The bytes of one step.
+
+    Attributes:
+        step: the step.
+        kinds: bytes of tensors by kind; empty without a manifest.
+        model, optimizer, other: bytes; `other` includes what is no tensor.
+        reclaimable: bytes that a resume from the newest step does not need.
+        why: which command removes them; "" for none.
+    """
+
+    step: Step
+    kinds: Mapping[str, int] = field(repr=False)
+    model: int
+    optimizer: int
+    other: int
+    reclaimable: int
+    why: str
+
+
+@checked()
+def du(root: Path_, *, storage_options: Mapping[str, Any] | None = None) -> list[StepBytes]:
+    """Returns the bytes of each step of a run, by number. It reads manifests only.
+
+    The optimizer of every full step but the newest is reclaimable, and so is a step that is
+    incomplete or that a rollback has set aside.
+
+    Args:
+        root: directory of the run, a path or a URL.
+        storage_options: of the object store, as fsspec takes them.
+
+    Raises:
+        NotACheckpointError: there are no steps.
+        StorageError: the directory cannot be read.
+    """
+    steps, _ = list_all(open_root(root, storage_options))
+    if not steps:
+        raise NotACheckpointError(f"no steps in {printable(str(root))}")
+    full = [s for s in steps if not s.problem and not s.superseded_by and s.manifest]
+    finite = [s for s in full if s.is_finite is not False]
+    newest = next(iter([*finite[-1:], *full[-1:]]), None)
+    return [_of_step(step, step is newest) for step in steps]
+
+
+def _of_step(step: Step, is_newest: bool) -> StepBytes:
+    if step.problem or step.superseded_by:
+        why = "incomplete" if step.problem else "superseded by a rollback"
+        return StepBytes(step, {}, 0, 0, step.nbytes, step.nbytes, f"{why}: remove it")
+    kinds = bytes_by_kind(step.manifest) if step.manifest is not None else {}
+    model = kinds.get(WEIGHTS, 0)
+    optimizer = sum(n for kind, n in kinds.items() if kind not in (WEIGHTS, OTHER))
+    other = max(0, step.nbytes - model - optimizer)
+    spare = 0 if is_newest or step.is_pinned else optimizer
+    return StepBytes(step, kinds, model, optimizer, other, spare, "ckpt thin" if spare else "")
+
+
+def total_of(found: Sequence[StepBytes], name: str) -> int:
+    """Returns the sum of a field over steps."""
+    return sum(getattr(one, name) for one in found)
