@@ -18,7 +18,7 @@ from ckpt_tools.core.box import Box
 from ckpt_tools.core.catalog import Extent
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.plan import Plan, TensorPlan
-from ckpt_tools.engine.kernels import Bytes, to_float64
+from ckpt_tools.engine.kernels import Bytes, inner, to_float64
 from ckpt_tools.engine.run import Reader, check_filled, split_buffer
 from ckpt_tools.engine.schedule import Batch, Sources, Tile
 from ckpt_tools.storage import Store
@@ -188,9 +188,9 @@ class CompareSink:
                 int(where[0]) if len(where) else -1,
                 float(np.max(gap)),
                 float(np.max(ratio)),
-                float(np.real(np.vdot(y, x))),
-                float(np.real(np.vdot(x, x))),
-                float(np.real(np.vdot(y, y))),
+                inner(y, x),
+                inner(x, x),
+                inner(y, y),
             )
 
 

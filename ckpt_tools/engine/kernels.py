@@ -194,6 +194,18 @@ def to_float64(data: Bytes, dtype: DType) -> npt.NDArray[Any]:
     return words.astype(np.complex128 if words.dtype.kind == "c" else np.float64)
 
 
+_DOT_NUMEL = 1 << 13  # OpenBLAS uses several threads from 10,000 elements on
+
+
+def inner(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
+    """Returns the real part of the sum of conj(a) * b.
+
+    It works in parts so short that BLAS starts no threads, which would wait for ours.
+    """
+    parts = range(0, len(a), _DOT_NUMEL)
+    return float(sum(np.real(np.vdot(a[i : i + _DOT_NUMEL], b[i : i + _DOT_NUMEL])) for i in parts))
+
+
 @functools.cache
 def _small_floats(name: str) -> npt.NDArray[np.float64]:
     """Returns the value of each of the 256 codes of an 8-bit float."""

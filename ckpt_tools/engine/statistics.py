@@ -19,7 +19,7 @@ from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.statistics import TensorStatistics
 from ckpt_tools.engine.fingerprints import Fingerprints
-from ckpt_tools.engine.kernels import Bytes, to_float64
+from ckpt_tools.engine.kernels import Bytes, inner, to_float64
 from ckpt_tools.engine.schedule import Batch, Tile
 from ckpt_tools.ranks.base import Group
 
@@ -101,10 +101,10 @@ def measure_change(data: Bytes, before: Bytes, dtype: DType) -> Moments:
     total, step = Moments(), _BLOCK_NUMEL * dtype.itemsize
     for start in range(0, len(data), step):
         gap = _gap(data[start : start + step], before[start : start + step], dtype)
-        square = float(np.dot(gap, gap))
+        square = inner(gap, gap)
         if not math.isfinite(square):
             gap = gap[np.isfinite(gap)]
-            square = float(np.dot(gap, gap))
+            square = inner(gap, gap)
         total.add(Moments(num_compared=len(gap), sum_change=square))
     return total
 
@@ -135,9 +135,9 @@ def _measure_block(data: Bytes, dtype: DType, with_exponents: bool) -> Moments:
         high, low = (float(values.max()), float(values.min())) if len(values) else (0.0, 0.0)
     return Moments(
         len(plain),
-        float(np.dot(values, values)),
+        inner(values, values),
         max(high, -low),
-        len(values) - int(np.count_nonzero(values if len(values) < len(plain) else plain)),
+        int(np.count_nonzero((values if len(values) < len(plain) else plain) == 0)),
         nans,
         infs,
         _exponents(values) if with_exponents else None,
@@ -160,7 +160,7 @@ def _measure_codes(data: Bytes, dtype: DType, with_exponents: bool) -> Moments:
     high = np.flatnonzero(used)
     return Moments(
         len(words),
-        float(np.dot(used, table.squares)),
+        inner(used, table.squares),
         float(table.magnitudes[high].max()) if len(high) else 0.0,
         int(counts[table.is_zero].sum()),
         int(counts[table.is_nan].sum()),
