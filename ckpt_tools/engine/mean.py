@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy import typing as npt
 
-from ckpt_tools.core.box import Box, flat_range_boxes
+from ckpt_tools.core.box import Box, bands, flat_range_boxes
 from ckpt_tools.core.catalog import Extent
 from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.core.dtypes import DType
@@ -29,7 +29,8 @@ from ckpt_tools.ranks.base import Group
 from ckpt_tools.storage import Store, Writer
 from ckpt_tools.storage.base import Capabilities, Traffic
 
-_BLOCK_NUMEL = 1 << 15  # a block and its float64 values stay in a processor's cache
+_PIECE_NUMEL = 1 << 17  # its sums, and what is read of one part, stay in a processor's cache
+_BLOCK_NUMEL = 1 << 15
 Doubles = npt.NDArray[np.float64]
 
 
@@ -170,7 +171,8 @@ class MeanStore:
         first, stop = start // itemsize, (start + nbytes) // itemsize
         if start % itemsize or nbytes % itemsize:
             raise StorageError(f"a range of {printable(path)} cuts an element: {start}, {nbytes}")
-        return flat_range_boxes(self._shapes[path], first, stop)
+        boxes = flat_range_boxes(self._shapes[path], first, stop)
+        return [part for box in boxes for part in bands(box, _PIECE_NUMEL)]
 
     def _compute(self, path: str, box: Box, into: Bytes) -> None:
         """Fills a buffer with the mean of the elements of a box."""
@@ -268,6 +270,9 @@ def add_scaled(total: Doubles, data: Bytes, dtype: DType, weight: float) -> None
     """Adds values times a weight to a sum, in float64."""
     for start in range(0, len(total), _BLOCK_NUMEL):
         block = data[start * dtype.itemsize : (start + _BLOCK_NUMEL) * dtype.itemsize]
+        if weight == 1.0 and dtype.name == "float32":
+            total[start : start + _BLOCK_NUMEL] += block.view(np.float32)  # numpy converts them
+            continue
         values = to_float64(block, dtype)
         values *= weight
         total[start : start + _BLOCK_NUMEL] += values

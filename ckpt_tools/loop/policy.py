@@ -32,6 +32,8 @@ class Retention:
             are not among them.
         metric: a name in the `metrics` of `save`.
         higher_is_better: whether a larger value of the metric is better.
+        full: how many of the newest steps keep everything. Older ones keep their models only, as
+            after `thin`. If None, all keep everything.
     """
 
     last: int | None = 3
@@ -41,9 +43,10 @@ class Retention:
     best: int | None = None
     metric: str | None = None
     higher_is_better: bool = False
+    full: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("last", "every", "best"):
+        for name in ("last", "every", "best", "full"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 shown = "keep_last" if name == "last" else name

@@ -16,10 +16,12 @@ from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
 from ckpt_tools.formats.base import note_of
 from ckpt_tools.loop.policy import Retention
+from ckpt_tools.operations.thin import thin_steps
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.steps import Step, damage, find_step, look_at, survey
 from ckpt_tools.storage import is_url, local_path, open_store
+from ckpt_tools.transfer.options import Reading
 
 _MAX_NAMES = 3
 _PIN_TEXT = (
@@ -170,6 +172,27 @@ def retain(
         if (text := f"{path} stays: {reason}") not in told:
             log.warning("%s", text)
             told.add(text)
+    is_thinned = _thin(root, rules, kept, told)
+    return is_thinned and not result.failed
+
+
+def _thin(root: RunRoot, rules: Retention, kept: Iterable[Path | str], told: set[str]) -> bool:
+    """Thins old steps if the rules say so, logs the result, and returns whether it was possible."""
+    if rules.full is None:
+        return True
+    held = {str(path) for path in kept}
+    options: Reading = {"storage_options": root.options, "jobs": 1}
+    try:
+        result = thin_steps(root, rules.full, held=held, options=options)
+    except (CheckpointError, OSError) as error:
+        log.warning("could not thin old steps: %s", error)
+        return False
+    for step in result.thinned:
+        log.info("thinned %s: no %s", step.path, ", ".join(step.dropped))
+    for path, text in result.failed.items():
+        if (line := f"could not thin {path}: {text}") not in told:
+            log.warning("%s", line)
+            told.add(line)
     return not result.failed
 
 

@@ -6,7 +6,7 @@ one instant, once it is complete.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Unpack
 
@@ -111,33 +111,38 @@ def thin(
     if dtype is not None:
         dtype_by_name(dtype)
     where = open_root(root, options.get("storage_options"))
-    result = ThinResult(is_dry_run=dry_run)
-    if dry_run:
-        _thin_all(where, result, keep_full, keep_every, drop, dtype, options)
-        return result
     if not list_steps(where):  # a claim would make the directory
         raise NotACheckpointError(f"no steps in {printable(str(root))}")
-    lock = where.claim()
+    lock = None if dry_run else where.claim()
     try:
-        _thin_all(where, result, keep_full, keep_every, drop, dtype, options)
+        return thin_steps(
+            where, keep_full, keep_every, drop=drop, dtype=dtype, dry_run=dry_run, options=options
+        )
     finally:
-        lock.release()
-    return result
+        if lock is not None:
+            lock.release()
 
 
-def _thin_all(
+def thin_steps(
     where: RunRoot,
-    result: ThinResult,
     keep_full: int,
-    keep_every: int | None,
-    drop: Sequence[str],
-    dtype: str | None,
+    keep_every: int | None = None,
+    *,
+    held: Container[str] = (),
+    drop: Sequence[str] = (),
+    dtype: str | None = None,
+    dry_run: bool = False,
     options: Reading,
-) -> None:
-    steps = list_steps(where)
-    if not steps:
-        raise NotACheckpointError(f"no steps in {printable(str(where.path))}")
-    chosen = list(_chosen(steps, keep_full, keep_every, result.kept))
+) -> ThinResult:
+    """Thins the steps of a run that the caller holds; arguments as for `thin`.
+
+    Args:
+        where: the root.
+        keep_full, keep_every, drop, dtype, dry_run, options: as for `thin`.
+        held: paths of steps that stay full, because something still reads them.
+    """
+    result = ThinResult(is_dry_run=dry_run)
+    chosen = list(_chosen(list_steps(where), keep_full, keep_every, held, result.kept))
     opened = {
         step.number: open_source(step.path, options.get("storage_options")) for step in chosen
     }
@@ -155,10 +160,15 @@ def _thin_all(
             result.kept[str(step.path)] = "there is nothing to remove"
         else:
             result.thinned.append(found)
+    return result
 
 
 def _chosen(
-    steps: Sequence[Step], keep_full: int, keep_every: int | None, kept: dict[str, str]
+    steps: Sequence[Step],
+    keep_full: int,
+    keep_every: int | None,
+    held: Container[str],
+    kept: dict[str, str],
 ) -> Iterator[Step]:
     """Yields the steps to thin, oldest first, and notes why others stay full."""
     full = [
@@ -182,6 +192,8 @@ def _chosen(
             if keep_every and step.number % keep_every == 0
             else "it is pinned"
             if step.is_pinned
+            else "it is still needed"
+            if str(step.path) in held
             else ""
             if step.is_removable and step.manifest and step.manifest.format == dcp.NAME
             else "no save of this tool wrote it"

@@ -231,3 +231,44 @@ def test_steps_in_a_bucket(server: Server, tmp_path: Path) -> None:
         ["epoch", "optimizer"],
         [],
     ]
+
+
+def test_the_manager_thins_its_own_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="full: expected"):
+        ckpt_tools.Retention(5, full=0)
+    models = save_run_by(tmp_path, ckpt_tools.Retention(5, full=2), 7)
+    steps = ckpt_tools.steps(tmp_path)
+    assert [s.number for s in steps] == [3, 4, 5, 6, 7]
+    assert [bool(s.thinned) for s in steps] == [True, True, True, False, False]
+    for step in steps:
+        holds(Path(step.path), models[step.number])
+        assert ckpt_tools.verify(step.path).problems == []
+    state = job()
+    with CheckpointManager(tmp_path, retention=ckpt_tools.Retention(5, full=2)) as checkpoints:
+        assert checkpoints.resume(state) == 7
+
+
+def save_run_by(
+    root: Path, rules: ckpt_tools.Retention, steps: int
+) -> dict[int, dict[str, Tensor]]:
+    """Trains and saves in the background by some rules; returns the model of each step."""
+    state, models = job(), {}
+    with CheckpointManager(root, retention=rules) as checkpoints:
+        for step in range(1, steps + 1):
+            state["model"](torch.ones(2, 40)).square().mean().backward()
+            state["optimizer"].step()
+            models[step] = {n: t.clone() for n, t in state["model"].state_dict().items()}
+            checkpoints.save(step, state)
+    return models
+
+
+def test_a_step_that_a_job_resumed_from_stays_full_until_it_has_saved(tmp_path: Path) -> None:
+    save_run(tmp_path, 4)
+    rules = ckpt_tools.Retention(None, full=1)
+    state = job()
+    with CheckpointManager(tmp_path, retention=rules) as checkpoints:
+        assert checkpoints.resume(state, 2) == 2
+        checkpoints.save(5, state, asynchronous=False)
+        checkpoints.wait()
+    thinned = {s.number: bool(s.thinned) for s in ckpt_tools.steps(tmp_path)}
+    assert thinned[5] is False and thinned[1] is True
