@@ -186,6 +186,7 @@ class Checkpoint:
     # the saved step with the lowest validation loss is never removed
     keep_best: bool = False
     asynchronous: bool = True
+    statistics: bool = False  # measure each tensor of a save; see `ckpt stats`
     dir: str = ""  # path or URL of the steps, such as s3://bucket/run; `run.dir` if empty
     mirror: str = ""  # URL for background copies of steps, to survive the loss of this machine
     mirror_every: int = 0  # steps; 0: every saved step

@@ -341,6 +341,7 @@ def train(
         keep_last=checkpoint.keep_last,
         keep_every=checkpoint.keep_every or None,
         asynchronous=checkpoint.asynchronous,
+        statistics=checkpoint.statistics,
         mirror=checkpoint.mirror or None,
         mirror_every=checkpoint.mirror_every or None,
         on_commit=[logger.committed for logger in loggers],
@@ -580,12 +581,14 @@ def _loop(
                 and (norm is None or math.isfinite(norm.item()))
             ):
                 _not_finite(config, meter, step)
+            metrics = {"loss": _mean_loss(everyone)} if everyone else {}
             if job.validation and (
                 step % config.metrics.validate_every == 0 or step == config.run.steps
             ):
                 with meter.pausing():
                     validated = evaluate(job, job.validation)
                     meter.validation(step, validated)
+                metrics["validation_loss"] = validated
                 if config.checkpoint.keep_best and is_saved:
                     _note_best(job, checkpoints, step, validated)
             if job.loss_note:
@@ -599,6 +602,7 @@ def _loop(
                         job.state(step),
                         asynchronous=False if number else None,
                         only=job.saved_part,
+                        metrics=metrics,
                     )
             meter.step(
                 step,
@@ -615,6 +619,11 @@ def _loop(
                 )
                 return number
     return 0
+
+
+def _mean_loss(everyone: list[list[float]]) -> float:
+    """Returns the mean over ranks of what `loss_and_peak` has gathered."""
+    return sum(of_rank[0] for of_rank in everyone) / len(everyone)
 
 
 def _check_buffers(job: Job) -> None:

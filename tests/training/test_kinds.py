@@ -233,9 +233,13 @@ def test_classes_of_units_are_the_layers_of_a_factory(rows: Path, tmp_path: Path
 
 def test_other_types_and_unused_layers(rows: Path, tmp_path: Path) -> None:
     words = difficult("Centred", rows)
+    words = (*words, "checkpoint.statistics=true")
     for name, ranks, more in (("one", 1, ()), ("ddp", 2, DDP), ("fsdp", 2, ())):
         run(*command(ranks, *sets(*words, *more, f"run.dir={tmp_path}/{name}")))
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=2e-5)
+        manifest = ckpt_tools.steps(tmp_path / name)[-1].manifest
+        assert manifest is not None and manifest.has_statistics
+        assert manifest.metrics["loss"] == pytest.approx(losses(tmp_path / name)[-1], rel=1e-5)
     run(*command(1, *sets(*words, "model.dtype=bfloat16", f"run.dir={tmp_path}/half")))
     assert losses(tmp_path / "half") == pytest.approx(losses(tmp_path / "one"), rel=5e-2)
 
