@@ -142,6 +142,9 @@ def main(may_share: bool = False) -> None:
     signal.signal(signal.SIGTERM, terminated)
     prepare_streams()
     gc.disable()  # the process is short-lived, and has no cycles worth collecting
+    # numpy's threads would wait for ours, and making them takes time at the start
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    _leave_out_other_verbs()
     try:
         with _group(may_share) as group:
             app(prog_name="ckpt", obj=group)
@@ -173,6 +176,14 @@ def main(may_share: bool = False) -> None:
     finally:
         # the work is done: a late Ctrl-C must not print a traceback
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _leave_out_other_verbs() -> None:
+    """Keeps only the verb that is called: to build the others takes longer than to parse."""
+    verb = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    is_asked_for_help = {"-h", "--help"} & set(sys.argv[1:2]) or "_CKPT_COMPLETE" in os.environ
+    if verb in _VERBS and not is_asked_for_help:
+        app.registered_commands[:] = [c for c in app.registered_commands if c.name == verb]
 
 
 def _group(may_share: bool) -> AbstractContextManager[Group | None]:

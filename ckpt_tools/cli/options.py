@@ -47,7 +47,8 @@ class Command(typer.core.TyperCommand):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Refuses options of an object store if no path is in one."""
-        paths = [ctx.params.get(name) for name in ("src", "dst", "a", "b", "root", "step", "lora")]
+        names = ("src", "dst", "a", "b", "root", "step", "lora", "base")
+        paths = [ctx.params.get(name) for name in names] + list(ctx.params.get("paths") or ())
         if ctx.params.get("storage_option") and not any(map(is_url, paths)):
             raise typer.BadParameter("no object store is named", param_hint="--storage-option")
         if ctx.params.get("to_storage_option") and not is_url(ctx.params.get("dst")):

@@ -35,7 +35,10 @@ from ckpt_tools.storage import MemoryStore, Store, WritableStore, Writer
 from ckpt_tools.storage.base import PartsWriter
 
 Checksum = Callable[[memoryview], int]
-_JOINS = {crc64nvme: join_crc64, crc32: join_crc32}
+_JOINS: dict[Checksum, Callable[[Iterable[tuple[int, int]]], int]] = {
+    crc64nvme: join_crc64,
+    crc32: join_crc32,
+}
 _FINISHERS = 16  # threads that mostly wait for a store
 
 

@@ -28,7 +28,7 @@ from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.deepspeed import zero as deepspeed
 from ckpt_tools.formats.external import external_formats
 from ckpt_tools.formats.per_rank import files as per_rank
-from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, is_url, local_path
+from ckpt_tools.storage import LocalStore, Overlay, Store, is_url, local_path
 from ckpt_tools.storage.retries import read_again_if_wrong
 
 __all__ = [
@@ -276,6 +276,8 @@ def _open_local(path: str) -> tuple[Store, str]:
 
 
 def _open_remote(url: str, options: Mapping[str, Any] | None) -> tuple[Store, str]:
+    from ckpt_tools.storage import RemoteStore
+
     store = RemoteStore(url, options)
     parent, _, name = store.url.rpartition("/")
     if "." in name and store.is_file():

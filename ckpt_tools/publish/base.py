@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ckpt_tools.core.plan import Literal
 from ckpt_tools.engine.partition import Regions
 from ckpt_tools.publish.lock import RootLock
 from ckpt_tools.storage import Capabilities, Store, WritableStore, Writer
 from ckpt_tools.storage.object_info import ObjectInfo
-from ckpt_tools.storage.s3.open_uploads import OpenUpload
+
+if TYPE_CHECKING:
+    from ckpt_tools.storage.s3.open_uploads import OpenUpload
 
 
 class UploadNotes(NamedTuple):

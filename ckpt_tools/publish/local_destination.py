@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Literal
@@ -28,7 +29,9 @@ from ckpt_tools.storage import (
     write_file,
 )
 from ckpt_tools.storage.retries import appeared
-from ckpt_tools.storage.s3.open_uploads import OpenUpload
+
+if TYPE_CHECKING:
+    from ckpt_tools.storage.s3.open_uploads import OpenUpload
 
 
 def foreign_files(target: Path) -> list[str]:

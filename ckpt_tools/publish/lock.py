@@ -22,7 +22,6 @@ from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.formats.base import LOCK
 from ckpt_tools.publish.flock import owner_problem, release, try_lock
 from ckpt_tools.publish.local import make_folder
-from ckpt_tools.storage import RemoteStore
 from ckpt_tools.storage.local import failed
 from ckpt_tools.storage.object_info import SmallObject
 
@@ -264,6 +263,8 @@ class Lease:
             StorageError: another live job holds it; host, pid and time are named. Or the store
                 cannot be reached.
         """
+        from ckpt_tools.storage import RemoteStore  # at its first use: it imports much
+
         self._store = RemoteStore(url, options)
         self._me, self._id, self._turn = _me(), uuid.uuid4().hex, 0
         self._lost = ""

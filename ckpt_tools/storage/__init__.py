@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.storage.base import (
     Capabilities,
@@ -20,7 +20,9 @@ from ckpt_tools.storage.base import (
 from ckpt_tools.storage.local import LocalStore, SharedStore
 from ckpt_tools.storage.memory import MemoryStore
 from ckpt_tools.storage.overlay import Overlay
-from ckpt_tools.storage.remote import RemoteStore
+
+if TYPE_CHECKING:
+    from ckpt_tools.storage.remote import RemoteStore
 
 __all__ = [
     "Capabilities",
@@ -54,4 +56,17 @@ def open_store(path: str | os.PathLike[str], options: Mapping[str, Any] | None =
         StorageError: the URL cannot be opened.
     """
     where = os.fspath(path)
-    return RemoteStore(where, options) if is_url(where) else LocalStore(local_path(where))
+    if not is_url(where):
+        return LocalStore(local_path(where))
+    from ckpt_tools.storage.remote import RemoteStore
+
+    return RemoteStore(where, options)
+
+
+def __getattr__(name: str) -> object:
+    """Imports the store of object stores at its first use: it takes longer than most commands."""
+    if name != "RemoteStore":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ckpt_tools.storage.remote import RemoteStore
+
+    return RemoteStore
