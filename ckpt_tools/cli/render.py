@@ -393,12 +393,20 @@ def _show_metrics(steps: Sequence[Step]) -> None:
         print(f"{printable(name)}: {sparkline(values)}  {values[0]:.4g} … {values[-1]:.4g}")
 
 
-def show_steps(steps: Sequence[Step], with_metrics: bool = False) -> None:
+def _timing_of(step: Step) -> Mapping[str, float | None]:
+    return step.manifest.timing if step.manifest is not None else {}
+
+
+def show_steps(
+    steps: Sequence[Step], with_metrics: bool = False, with_timing: bool = False
+) -> None:
     """Prints the steps of a run, one line per step, and then a line for each metric."""
     rows = []
     complete = [step for step in steps if not step.problem and not step.superseded_by]
-    names = list(dict.fromkeys(name for step in steps for name in _metrics_of(step)))
-    names = names if with_metrics else []
+    tables = [_metrics_of] * with_metrics + [_timing_of] * with_timing
+    columns = [
+        (of, name) for of in tables for name in dict.fromkeys(n for s in steps for n in of(s))
+    ]
     for step in steps:
         made, ranks = (
             ("", "")
@@ -416,7 +424,7 @@ def show_steps(steps: Sequence[Step], with_metrics: bool = False) -> None:
         state += ", pinned" if step.is_pinned else ""
         state += f", thinned: no {printable(', '.join(step.thinned))}" if step.thinned else ""
         state += f", not finite: {step.not_finite}" if step.not_finite else ""
-        values = [_value(_metrics_of(step), name) for name in names]
+        values = [_value(of(step), name) for of, name in columns]
         rows.append(
             (
                 f"{step.number:,}",
@@ -432,7 +440,8 @@ def show_steps(steps: Sequence[Step], with_metrics: bool = False) -> None:
     if not rows:
         print("no steps")
         return
-    head = ("step", "bytes", "saved", "ranks", "finite", *map(printable, names), "state", "name")
+    names = [printable(name) + " s" * (of is _timing_of) for of, name in columns]
+    head = ("step", "bytes", "saved", "ranks", "finite", *names, "state", "name")
     table(head, rows, right=(0, 1, 3, *range(5, 5 + len(names))))
     _show_metrics(complete)
 
@@ -504,6 +513,7 @@ def step_as_json(step: Step) -> dict[str, Any]:
         "not_finite": step.manifest.not_finite if step.manifest else [],
         "metrics": dict(_metrics_of(step)),
         "thinned": list(step.thinned),
+        "timing": dict(_timing_of(step)),
     }
 
 

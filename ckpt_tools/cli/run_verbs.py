@@ -37,6 +37,10 @@ def list_(
     metrics: Annotated[
         bool, typer.Option("--metrics", help="Show the metrics that the steps were saved with.")
     ] = False,
+    timing: Annotated[
+        bool,
+        typer.Option("--timing", help="Show the seconds that each phase of the save has taken."),
+    ] = False,
     storage_option: StorageOption = None,
     as_json: Json = False,
 ) -> None:
@@ -55,7 +59,7 @@ def list_(
     if as_json:
         print(json.dumps([render.step_as_json(s) for s in steps]))
     else:
-        render.show_steps(steps, metrics)
+        render.show_steps(steps, metrics, timing)
     if others:
         print(f"not steps: {render.some_names(others)}", file=sys.stderr if as_json else sys.stdout)
 

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckpt_tools.core.laps import format_laps
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, PeerError, printable
 from ckpt_tools.loop import rollback
@@ -221,6 +222,13 @@ class BackgroundWriter:
             if note not in self._told:
                 log.warning("%s: %s", save.name, note)
         self._told.update(report.notes)
+        log.info(
+            "saved %s: %d bytes in %.2f s (%s)",
+            save.name,
+            report.nbytes,
+            report.seconds,
+            format_laps(report.timing),
+        )
         if report.not_finite:
             log.warning("%s is not finite: %s", save.name, name_some(report.not_finite))
 

@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from ckpt_tools.core.box import Box, whole
 from ckpt_tools.core.catalog import TensorEntry
+from ckpt_tools.core.laps import Laps, format_laps
+from ckpt_tools.core.logs import log
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
 from ckpt_tools.errors import PlanError, printable
@@ -131,16 +133,22 @@ def load_into(
         CheckpointError: it is damaged or cannot be read; or another rank failed.
     """
     job = _Load(state, group, request, num_threads(jobs, is_beside_training=True))
-    where = printable(str(path))
+    where, laps = printable(str(path)), Laps()
     with group.phase(f"open {where}"):
         shards = job.open(path, storage_options)
     _refuse_extra(group, job.found, where)
+    laps.lap("open")
     shards = _share(group, job.source, shards, job.found.tensors, read_once, job.jobs, job.report)
+    laps.lap("share")
     with group.phase(f"read {where}"):
         job.read(shards)
         job.source.store.close()
+    laps.lap("read")
     with group.phase(f"restore {where}"):
         job.restore()
+    laps.lap("restore")
+    job.report.timing = laps.seconds
+    log.info("loaded %s (%s)", where, format_laps(laps.seconds))
     return job.report
 
 

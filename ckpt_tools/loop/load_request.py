@@ -80,6 +80,8 @@ class LoadReport:
             any rank needed; bytes received from other ranks.
         num_proved: chunks that were read in full and whose checksum was right.
         notes: entries that did not carry over and their fate, mapped names, and entries left out.
+        timing: seconds of each phase: `open` the checkpoint and pair its names, `share` what
+            several ranks need, `read`, and `restore` into the state.
     """
 
     path: str
@@ -90,3 +92,4 @@ class LoadReport:
     received_nbytes: int = 0
     num_proved: int = 0
     notes: list[str] = field(default_factory=list)
+    timing: dict[str, float] = field(default_factory=dict)

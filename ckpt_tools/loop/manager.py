@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckpt_tools.core.laps import Laps
 from ckpt_tools.core.logs import log
 from ckpt_tools.core.threads import num_threads, ranks_on_host
 from ckpt_tools.errors import (
@@ -326,7 +327,9 @@ class CheckpointManager:
         may_skip = is_background and self.when_busy == "skip"
         if self._group.meet("save", call, (self._writer.is_busy and may_skip, 0))[0]:
             return False
+        laps = Laps()
         self.wait()
+        laps.lap("wait")
         if step == self._writer.last_step and not overwrite and name is None:
             log.warning(
                 "step %d is saved already, and not saved again; overwrite=True replaces it", step
@@ -348,6 +351,7 @@ class CheckpointManager:
                 extras = extras_of(only, files, metrics, self.statistics)
                 exported = export(state, only=only)
                 shards = local_shards(exported.tensors)
+            laps.lap("collect")
             below = None
             named: list[dict[str, int]] = []
             if names_differ:
@@ -365,9 +369,12 @@ class CheckpointManager:
             self._layout = layout = agree_layout(
                 self._group, self._layout, offers, tuple(objects), values, paths
             )
+            laps.lap("agree")
             with self._group.phase(f"copy the state for {what}"):
                 tensors = [shards[i].tensor for i in layout.task.offers]
                 memory = self._stage.copy(tensors) if is_background else self._stage.live(tensors)
+        laps.lap("copy")
+        extras = replace(extras, timing=laps.seconds)
         stall_s = time.monotonic() - began if is_background else 0.0
         save = PendingSave(
             step,

@@ -20,6 +20,7 @@ from ckpt_tools.core.catalog import TORCH_ZIP, Catalog, Chunk, Extent, TensorEnt
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.coverage import check
 from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.laps import Laps
 from ckpt_tools.engine.statistics import Moments, add_moments
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.dcp import format as dcp
@@ -96,6 +97,9 @@ class SaveReport:
         metrics: as given to `save`.
         mirror_lag_steps: on rank 0, steps that the mirror does not have yet, this one included.
         not_finite: on rank 0, tensors with NaN or infinite values, if the save measured them.
+        timing: seconds of each phase: `wait` for the save before, `collect` the state, `agree` with
+            the other ranks, `copy` to host memory, `write`, `fsync` and `commit`. On rank 0,
+            `write` and `fsync` are those of the slowest rank.
     """
 
     path: str
@@ -109,6 +113,7 @@ class SaveReport:
     metrics: Mapping[str, float] = field(default_factory=dict)
     mirror_lag_steps: int = 0
     not_finite: Sequence[str] = ()
+    timing: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,7 @@ class SaveExtras:
         metrics: numbers of the step. The manifest stores one that is not finite as null.
         statistics: measure every tensor. All ranks have the same value.
         before: the step that was saved last, with the same layout, to measure changes from.
+        timing: seconds of the phases before the write.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -129,6 +135,7 @@ class SaveExtras:
     metrics: Mapping[str, float] = field(default_factory=dict)
     statistics: bool = False
     before: Path | None = None
+    timing: Mapping[str, float] = field(default_factory=dict)
 
 
 def extras_of(
@@ -435,6 +442,7 @@ def write(
     """
     what, began = target.url.rpartition("/")[2], time.monotonic()
     notes, digest, not_finite = list[str](), "", list[str]()
+    timing = dict(extras.timing)
     with ExitStack() as stack:
         with group.phase(f"begin {what}"):
             if group.rank == 0:
@@ -449,6 +457,9 @@ def write(
             files = write_files(staged, extras.files) if group.rank == 0 else {}
         parts = group.gather(part._replace(shares={}), f"write {what}")
         prints = group.xor(_prints(layout, part.shares), f"write {what}")
+        for name in ("write", "fsync"):
+            timing[name] = max((p.seconds.get(name, 0.0) for p in parts or [part]), default=0.0)
+        laps = Laps()
         with group.phase(f"commit {what}"):
             if group.rank == 0:
                 assert layout.head is not None
@@ -470,14 +481,24 @@ def write(
                     step=step,
                     files={**manifest.files, **files},
                     metrics={n: v if math.isfinite(v) else None for n, v in extras.metrics.items()},
+                    timing={name: round(seconds, 4) for name, seconds in timing.items()},
                 )
                 if extras.only:
                     manifest = replace(manifest, source={"only": extras.only})
                 digest, not_finite = hex64(crc64nvme(manifest.render())), manifest.not_finite
                 notes = commit(staged, manifest, index)
+    laps.lap("commit")
     nbytes, seconds = sum(p.nbytes for p in parts), time.monotonic() - began
     return SaveReport(
-        target.url, part.nbytes, nbytes, seconds, notes, step, digest, not_finite=not_finite
+        target.url,
+        part.nbytes,
+        nbytes,
+        seconds,
+        notes,
+        step,
+        digest,
+        not_finite=not_finite,
+        timing=timing | laps.seconds,
     )
 
 

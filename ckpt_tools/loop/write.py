@@ -14,6 +14,7 @@ from ckpt_tools.core.box import Box
 from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.laps import Laps
 from ckpt_tools.core.plan import Literal, Slot, Target, plan_transfer
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Batch, schedule, tile_bytes
@@ -62,6 +63,7 @@ class RankFile(NamedTuple):
         objects: (start, bytes) of each object.
         shares: the rank's share of each tensor's fingerprint. The commit does not need it.
         moments: the statistics of the rank's part of each tensor; empty if they are not wanted.
+        seconds: of writing, and of making the bytes durable.
     """
 
     nbytes: int
@@ -70,6 +72,7 @@ class RankFile(NamedTuple):
     objects: tuple[tuple[int, int], ...]
     shares: Mapping[str, int]
     moments: Mapping[str, Moments] = {}
+    seconds: Mapping[str, float] = {}
 
 
 NOTHING = RankFile(0, 0, (), (), {})
@@ -144,6 +147,7 @@ def write_part(
         measures=measures,
         before=LocalStore(before) if measures and before is not None else None,
     )
+    laps = Laps()
     try:
         sink.open()
         run(
@@ -152,13 +156,17 @@ def write_part(
             sink,
             jobs,
         )
+        laps.lap("write")
         checksums = sink.finish()
     finally:
         sink.abort()
     staged.sync()
+    laps.lap("fsync")
     shares = {fqn: sink.fingerprints.share_of(fqn) for fqn in plan.target.slots}
     runs = tuple(sink.runs_of(name))
-    return RankFile(nbytes, checksums[name], runs, tuple(places), shares, sink.moments)
+    return RankFile(
+        nbytes, checksums[name], runs, tuple(places), shares, sink.moments, laps.seconds
+    )
 
 
 def write_files(staged: Attempt, files: Mapping[str, bytes]) -> dict[str, SealedFile]:

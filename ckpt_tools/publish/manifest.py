@@ -74,6 +74,7 @@ class Manifest:
     tensors: Mapping[str, SealedTensor] = field(repr=False)
     step: int | None = None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
+    timing: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def not_finite(self) -> list[str]:
@@ -111,8 +112,9 @@ class Manifest:
         body: dict[str, Any] = {"ckpt_manifest": VERSION, "checksum": CHECKSUM}
         body |= {f.name: getattr(self, f.name) for f in fields(self)}
         body["index"] = {"name": self.index[0], **_fields(self.index[1])} if self.index else None
-        if not self.metrics:
-            del body["metrics"]
+        for key in _TABLES:
+            if not body[key]:
+                del body[key]
         lines = [
             f" {json.dumps(key)}:"
             f" {_table(value) if key in ('files', 'tensors') else json.dumps(value)}"
@@ -148,6 +150,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "step": (int, type(None)),
 }
 _OPTIONAL = ("runs", "statistics")  # absent rather than empty
+_TABLES = ("metrics", "timing")  # so are these
 _HEX = re.compile(r"[0-9a-f]+")
 _ATTEMPT = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _OWN = re.compile(rb',\n "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
@@ -182,9 +185,10 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
             **{
                 f.name: body[f.name]
                 for f in fields(Manifest)
-                if f.name not in ("files", "index", "tensors", "metrics")
+                if f.name not in ("files", "index", "tensors", *_TABLES)
             },
-            metrics=_metrics(body.get("metrics", {})),
+            metrics=_numbers("metrics", body.get("metrics", {})),
+            timing=_numbers("timing", body.get("timing", {})),
             files={str(name): _sealed(entry) for name, entry in body["files"].items()},
             index=None if index is None else (str(index["name"]), _sealed(index)),
             tensors={str(fqn): _sealed_tensor(entry) for fqn, entry in body["tensors"].items()},
@@ -303,10 +307,10 @@ def _sealed_range(run: Sequence[Any], file_nbytes: int) -> SealedRange:
     return SealedRange(start, nbytes, _hex(crc64), _hex(crc32, 8))
 
 
-def _metrics(entry: Mapping[str, Any]) -> dict[str, float | None]:
+def _numbers(key: str, entry: Mapping[str, Any]) -> dict[str, float | None]:
     for name, value in entry.items():
         if type(value) not in (int, float, type(None)) or not math.isfinite(value or 0.0):
-            raise ValueError(f"metrics[{name!r}] is {value!r}")
+            raise ValueError(f"{key}[{name!r}] is {value!r}")
     return {str(name): value if value is None else float(value) for name, value in entry.items()}
 
 

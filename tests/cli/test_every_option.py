@@ -72,6 +72,7 @@ FLAGS = {
     "--histogram",
     "--each",
     "--metrics",
+    "--timing",
     "--allow-not-finite",
     "--higher-is-better",
     "--serve",

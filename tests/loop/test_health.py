@@ -325,3 +325,24 @@ def test_a_sound_run_has_no_problems(tmp_path: Path, ckpt: Run) -> None:
     done = ckpt("check", tmp_path, "--verify", "--every", 1)
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}: no problems\n")
     assert ckpt("check", tmp_path / "nothing").returncode == 10
+
+
+# ---- timing --------------------------------------------------------------------------------------
+
+
+def test_saves_and_loads_tell_the_time_of_each_phase(tmp_path: Path, ckpt: Run) -> None:
+    state = job()
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.save(2, state, asynchronous=False)
+        report = checkpoints.last_save
+        assert report is not None
+        phases = ["wait", "collect", "agree", "copy", "write", "fsync", "commit"]
+        assert list(report.timing) == phases and all(v >= 0 for v in report.timing.values())
+        checkpoints.resume(state)
+        assert checkpoints.last_load is not None
+        assert list(checkpoints.last_load.timing) == ["open", "share", "read", "restore"]
+    listing = ckpt("ls", tmp_path, "--timing").stdout
+    assert "collect s" in listing and "fsync s" in listing
+    shown = json.loads(ckpt("ls", tmp_path, "--json").stdout)
+    assert list(shown[1]["timing"]) == phases[:-1]
