@@ -335,6 +335,7 @@ def _lay_out_part(request: Request, folder: str) -> Target:
             for n, path in request.paths.items()
             if mine(n)
         },
+        files={},  # they lie beside the folders
     )
     part = dcp.lay_out(own)
     outer = {inner(n): n for n in (*(t.fqn for t in request.tensors), *request.objects) if mine(n)}

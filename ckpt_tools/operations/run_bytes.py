@@ -21,7 +21,7 @@ _STATE = re.compile(r"(?:^|\.)optim(?:izer)?s?(?:_\d+)?\.state\..+\.([^.]+)$")
 WEIGHTS, OTHER = "weights", "other"
 
 
-def kind_of(fqn: str) -> str:
+def state_kind(fqn: str) -> str:
     """Returns `weights`, the name of an optimizer's state such as `exp_avg`, or `other`."""
     if match := _STATE.search(fqn):
         return match[1]
@@ -32,7 +32,7 @@ def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
     """Returns the bytes of a checkpoint's tensors by kind."""
     found: dict[str, int] = {}
     for fqn, tensor in manifest.tensors.items():
-        found[kind_of(fqn)] = found.get(kind_of(fqn), 0) + nbytes_of(tensor)
+        found[state_kind(fqn)] = found.get(state_kind(fqn), 0) + nbytes_of(tensor)
     return found
 
 

@@ -13,7 +13,7 @@ from ckpt_tools.formats.registry import open_source
 from ckpt_tools.operations.convert.flat_shapes import lay_beside
 from ckpt_tools.operations.diff import diff
 from ckpt_tools.operations.inspect import inspect
-from ckpt_tools.operations.run_bytes import WEIGHTS, du, kind_of, nbytes_of
+from ckpt_tools.operations.run_bytes import WEIGHTS, du, state_kind, nbytes_of
 from ckpt_tools.operations.stats import sealed_statistics, stats
 from ckpt_tools.operations.verify import verify
 from ckpt_tools.publish.destinations import open_root
@@ -241,7 +241,7 @@ def _tensor(
         "dtype": dtype,
         "shape": list(shape),
         "nbytes": nbytes,
-        "kind": kind_of(fqn),
+        "kind": state_kind(fqn),
         "rms": _number(found.rms) if found else None,
         "max": _number(found.max_abs) if found else None,
         "zeros": _number(found.num_zeros / max(1, found.numel)) if found else None,
@@ -256,7 +256,7 @@ def _drift(step: Step) -> float | None:
     change = norm = 0.0
     for fqn, tensor in step.manifest.tensors.items() if step.manifest else ():
         found = tensor.statistics
-        if found is not None and found.change_rms is not None and kind_of(fqn) == WEIGHTS:
+        if found is not None and found.change_rms is not None and state_kind(fqn) == WEIGHTS:
             change += found.change_rms**2 * found.numel
             norm += found.rms**2 * found.numel
     return _number(math.sqrt(change / norm)) if norm else None
