@@ -365,11 +365,15 @@ _MAX_SPARKS = 60
 def sparkline(values: Sequence[float]) -> str:
     """Returns a line of bars, one for each value; a value that is not finite is a blank."""
     values = values[-_MAX_SPARKS:]
-    finite = [value for value in values if math.isfinite(value)]
-    low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
+    halves = [value / 2 for value in values]  # the difference of two large ones has no room
+    finite = [value for value in halves if math.isfinite(value)]
+    low = min(finite, default=0.0)
+    span = max(finite, default=0.0) - low
     return "".join(
-        _BARS[min(7, int(8 * (value - low) / span)) if span else 3] if math.isfinite(value) else " "
-        for value in values
+        _BARS[min(7, int(8 * ((value - low) / span))) if span else 3]
+        if math.isfinite(value)
+        else " "
+        for value in halves
     )
 
 
@@ -390,7 +394,7 @@ def _show_metrics(steps: Sequence[Step]) -> None:
     for name in names:
         found = [_metrics_of(step).get(name) for step in steps if name in _metrics_of(step)]
         values = [math.nan if value is None else value for value in found]
-        print(f"{printable(name)}: {sparkline(values)}  {values[0]:.4g} … {values[-1]:.4g}")
+        print(f"{printable(name)}: {sparkline(values)}  {values[0]:.4g} → {values[-1]:.4g}")
 
 
 def _timing_of(step: Step) -> Mapping[str, float | None]:

@@ -12,7 +12,6 @@ from ckpt_tools.cli.options import (
     Jobs,
     Json,
     Memory,
-    Overwrite,
     Quiet,
     Root,
     Shapes,
@@ -21,6 +20,8 @@ from ckpt_tools.cli.options import (
     reading_options,
 )
 from ckpt_tools.errors import PlanError, printable
+
+OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
 
 
 def report(
@@ -65,7 +66,7 @@ def report(
     shapes: Shapes = None,
     jobs: Jobs = None,
     memory: Memory = None,
-    overwrite: Overwrite = False,
+    overwrite: OverwriteFile = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -135,6 +136,7 @@ def plot(
     value: Annotated[
         str, typer.Option("--value", metavar="rms|max|zeros|change", help="What to draw.")
     ] = "rms",
+    overwrite: OverwriteFile = False,
     storage_option: StorageOption = None,
     quiet: Quiet = False,
 ) -> None:
@@ -146,6 +148,7 @@ def plot(
         tensor=tensor,
         output=output,
         value=value,
+        overwrite=overwrite,
         storage_options=parse_storage_options(storage_option),
     )
     if not quiet:

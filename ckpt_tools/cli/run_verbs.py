@@ -238,8 +238,8 @@ def best(
 ) -> None:
     """Print the path of the best complete step by a metric of `save(…, metrics=…)`.
 
-    Steps without the metric, and those where it is NaN, do not count. They are listed on stderr.
-    Exit status 10 if no step has the metric.
+    Steps without a finite value of it, and steps that are not finite themselves, do not count. They
+    are listed on stderr. Exit status 10 if no step is left.
     """
     from ckpt_tools.cli import render
     from ckpt_tools.loop.policy import metric_of, ranked, refuse_unknown_metric
@@ -250,7 +250,10 @@ def best(
     found = ranked(steps, metric, higher_is_better)
     without = [printable(step.name) for step in steps if step not in found]
     if without:
-        print(f"without {printable(metric)}, or with NaN: {', '.join(without)}", file=sys.stderr)
+        print(
+            f"not finite, or without a finite {printable(metric)}: {', '.join(without)}",
+            file=sys.stderr,
+        )
     if not found:
         raise NotACheckpointError(
             f"no complete step has a value of {printable(metric)} ({printable(root)})"
@@ -292,7 +295,7 @@ def check(
             "--jump",
             min=1.0,
             metavar="X",
-            help="An update X times larger than the median of a tensor's updates is a problem.",
+            help="An update of a weight X times larger than those before is a problem.",
         ),
     ] = 10.0,
     storage_option: StorageOption = None,

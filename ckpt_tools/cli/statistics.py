@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from ckpt_tools.cli.render import BOLD, GREEN, RED, count, format_size, style, table
 from ckpt_tools.core.statistics import TensorStatistics
@@ -12,26 +11,6 @@ from ckpt_tools.errors import printable
 from ckpt_tools.operations.stats import StatsResult
 
 _MANY, _BARS, _MOST_BINS = 40, "▁▂▃▄▅▆▇█", 64
-
-
-class _Range(NamedTuple):
-    """The magnitudes of a float type: smaller ones become 0, larger ones infinite or the largest.
-
-    Both are powers of two. A magnitude of `2**smallest` is still rounded to a number above 0.
-    """
-
-    name: str
-    smallest: int
-    largest: int
-
-
-# half of the smallest subnormal number rounds to zero; the largest finite exponent
-_RANGES = (
-    _Range("bf16", -134, 127),
-    _Range("fp16", -25, 15),
-    _Range("fp8 e4m3", -10, 8),
-    _Range("fp8 e5m2", -17, 15),
-)
 
 
 def show_stats(result: StatsResult, each: bool) -> None:
@@ -54,7 +33,7 @@ def show_stats(result: StatsResult, each: bool) -> None:
     )
     if result.histograms:
         print()
-        _show_histogram(result.histograms)
+        _show_histogram(result)
     for note in result.notes:
         print(f"  note: {printable(note)}")
     for fqn in result.not_finite[:_MANY]:
@@ -106,10 +85,10 @@ def _share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if part * 1000 >= whole else "< 0.1 %"
 
 
-def _show_histogram(histograms: Mapping[str, Mapping[int, int]]) -> None:
+def _show_histogram(result: StatsResult) -> None:
     """Prints the magnitudes of all tensors together, and what shorter types would lose of them."""
     total: dict[int, int] = {}
-    for counts in histograms.values():
+    for counts in result.histograms.values():
         for exponent, number in counts.items():
             total[exponent] = total.get(exponent, 0) + number
     if not total:
@@ -128,9 +107,9 @@ def _show_histogram(histograms: Mapping[str, Mapping[int, int]]) -> None:
     if low > min(total):
         print(f"  and smaller ones, from 2^{min(total)}")
     numel = sum(total.values())
-    rows = []
-    for kind in _RANGES:
-        under = sum(n for e, n in total.items() if e < kind.smallest)
-        over = sum(n for e, n in total.items() if e > kind.largest)
-        rows.append((kind.name, _share(under, numel), _share(over, numel)))
+    rows = [
+        (name, _share(zeros, numel), _share(large, numel))
+        for name, (zeros, large) in result.lost.items()
+    ]
+    print(f"  of {numel:,} finite values that are not zero:")
     table(("as", "become zero", "too large"), rows, right=(1, 2))

@@ -180,6 +180,11 @@ class MeanStore:
         if not dtype.is_castable:
             self._take_last(path, box, into)
             return
+        with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is told later
+            self._sum(path, box, into)
+
+    def _sum(self, path: str, box: Box, into: Bytes) -> None:
+        dtype = self._dtypes[path]
         total = self._room("total", box.numel * 8).view(np.float64)
         total[:] = 0.0
         for number, part in enumerate(self._parts):

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy import typing as npt
@@ -33,20 +34,24 @@ Counts = npt.NDArray[np.int64]
 class Moments:
     """The statistics of a part of a tensor, in a form that adds up.
 
+    The sums are float, or NumPy's long double where squares exceed the range of float.
+
     `exponents[i]` is the number of finite nonzero values with a magnitude of at least 2**(i - 1023)
-    and less than twice that; None if that was not asked for. `num_compared` elements are finite now
-    and were so before; `sum_change` is the sum of the squares of their changes.
+    and less than twice that; None if that was not asked for. `lost` then has for each type of
+    `SHORT_TYPES` how many of them it makes zero, and how many too large. `num_compared` elements
+    are finite now and were so before; `sum_change` is the sum of the squares of their changes.
     """
 
     numel: int = 0
-    sum_squares: float = 0.0
+    sum_squares: Any = 0.0
     max_abs: float = 0.0
     num_zeros: int = 0
     num_nan: int = 0
     num_inf: int = 0
     exponents: Counts | None = None
+    lost: Counts | None = None
     num_compared: int = 0
-    sum_change: float = 0.0
+    sum_change: Any = 0.0
 
     def add(self, other: Moments) -> None:
         """Adds another part."""
@@ -61,12 +66,16 @@ class Moments:
         if other.exponents is not None:
             mine = self.exponents
             self.exponents = other.exponents if mine is None else mine + other.exponents
+        if other.lost is not None:
+            self.lost = other.lost if self.lost is None else self.lost + other.lost
 
     def result(self) -> TensorStatistics:
         """Returns the statistics of the parts that were added."""
         finite = self.numel - self.num_nan - self.num_inf
-        rms = math.sqrt(self.sum_squares / finite) if finite else 0.0
-        change = math.sqrt(self.sum_change / self.num_compared) if self.num_compared else None
+        rms = _root(self.sum_squares, finite, self.max_abs) if finite else 0.0
+        change = None
+        if self.num_compared:
+            change = _root(self.sum_change, self.num_compared, sys.float_info.max)
         return TensorStatistics(
             self.numel, rms, self.max_abs, self.num_zeros, self.num_nan, self.num_inf, change
         )
@@ -104,7 +113,7 @@ def measure_change(data: Bytes, before: Bytes, dtype: DType) -> Moments:
         square = inner(gap, gap)
         if not math.isfinite(square):
             gap = gap[np.isfinite(gap)]
-            square = inner(gap, gap)
+            square = sum_squares(gap)
         total.add(Moments(num_compared=len(gap), sum_change=square))
     return total
 
@@ -135,18 +144,71 @@ def _measure_block(data: Bytes, dtype: DType, with_exponents: bool) -> Moments:
         high, low = (float(values.max()), float(values.min())) if len(values) else (0.0, 0.0)
     return Moments(
         len(plain),
-        inner(values, values),
+        sum_squares(values),
         max(high, -low),
         int(np.count_nonzero((values if len(values) < len(plain) else plain) == 0)),
         nans,
         infs,
         _exponents(values) if with_exponents else None,
+        _lost(np.abs(values), None) if with_exponents else None,
     )
+
+
+def sum_squares(values: npt.NDArray[np.float64]) -> Any:
+    """Returns the sum of squares, as a long double if float has no room for it."""
+    with np.errstate(over="ignore", under="ignore"):
+        found = inner(values, values)
+        if (found == 0.0 or not math.isfinite(found)) and np.any(values):
+            long = values.astype(np.longdouble)
+            return (long * long).sum()
+    return found
+
+
+def _root(total: Any, count: int, most: float) -> float:
+    """Returns the root of a mean, as far as float can hold it."""
+    found = float(np.sqrt(np.longdouble(total) / count))
+    return found if math.isfinite(found) else most
 
 
 def _exponents(values: npt.NDArray[np.float64]) -> Counts:
     words = np.ascontiguousarray(values[values != 0]).view(np.uint64)
     return np.bincount((words >> np.uint64(52)).astype(np.int64) & 0x7FF, minlength=2048)
+
+
+class ShortType(NamedTuple):
+    """A short type: magnitudes up to `zero` become 0, those from `large` on infinite or NaN.
+
+    Half of the smallest subnormal number is rounded to the even zero. Half a step above the largest
+    number is rounded up, except that e4m3fn has no number there; torch clips to its largest.
+    """
+
+    name: str
+    zero: float
+    large: float
+
+
+SHORT_TYPES = (
+    ShortType("bf16", 2.0**-134, (2 - 2.0**-8) * 2.0**127),
+    ShortType("fp16", 2.0**-25, 65520.0),
+    ShortType("fp8 e4m3", 2.0**-10, math.nextafter(464.0, math.inf)),
+    ShortType("fp8 e5m2", 2.0**-17, 61440.0),
+)
+
+
+def _lost(magnitudes: npt.NDArray[np.float64], counts: Any) -> Counts:
+    """Returns how many magnitudes each short type makes zero, and how many too large: `[types, 2]`.
+
+    Args:
+        magnitudes: finite ones; zeros are not lost.
+        counts: how often each occurs; once if None.
+    """
+    found = np.zeros((len(SHORT_TYPES), 2), np.int64)
+    for number, kind in enumerate(SHORT_TYPES):
+        for column, is_lost in enumerate(
+            ((magnitudes > 0) & (magnitudes <= kind.zero), magnitudes >= kind.large)
+        ):
+            found[number, column] = (is_lost if counts is None else counts * is_lost).sum()
+    return found
 
 
 def _measure_codes(data: Bytes, dtype: DType, with_exponents: bool) -> Moments:
@@ -168,6 +230,7 @@ def _measure_codes(data: Bytes, dtype: DType, with_exponents: bool) -> Moments:
         np.bincount(table.exponents, used * ~table.is_zero, 2048).astype(np.int64)
         if with_exponents
         else None,
+        _lost(table.magnitudes, used) if with_exponents else None,
     )
 
 

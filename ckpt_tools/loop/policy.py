@@ -28,8 +28,8 @@ class Retention:
         every_s: of each period of so many seconds, the step nearest to its middle stays. Periods
             begin at multiples of this, in UTC.
         younger_s: steps that were saved less than so many seconds ago stay.
-        best: how many of the best steps by `metric` stay. Steps without the metric, or with NaN,
-            are not among them.
+        best: how many of the best steps by `metric` stay. Steps without a finite value of the
+            metric, and steps that are not finite themselves, are not among them.
         metric: a name in the `metrics` of `save`.
         higher_is_better: whether a larger value of the metric is better.
         full: how many of the newest steps keep everything. Older ones keep their models only, as
@@ -106,9 +106,17 @@ def metric_of(step: Step, metric: str) -> float:
 
 
 def ranked(steps: Iterable[Step], metric: str, higher_is_better: bool) -> list[Step]:
-    """Returns the steps that have a metric, the best first; of equal ones, the newer first."""
+    """Returns the steps that have a metric, the best first; of equal ones, the newer first.
+
+    A step that is known to have NaN or infinity is not among them: the loss may have been computed
+    before the update that spoiled it.
+    """
     sign = -1.0 if higher_is_better else 1.0
-    with_it = [step for step in steps if not math.isnan(metric_of(step, metric))]
+    with_it = [
+        step
+        for step in steps
+        if step.is_finite is not False and not math.isnan(metric_of(step, metric))
+    ]
     return sorted(with_it, key=lambda step: (sign * metric_of(step, metric), -step.number))
 
 

@@ -19,11 +19,11 @@ from ckpt_tools.loop.policy import Retention
 from ckpt_tools.operations.thin import thin_steps
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.run_root import RunRoot
+from ckpt_tools.publish.staying import MAX_NAMES, reason_to_stay
 from ckpt_tools.publish.steps import Step, damage, find_step, look_at, survey
 from ckpt_tools.storage import is_url, local_path, open_store
 from ckpt_tools.transfer.options import Reading
 
-_MAX_NAMES = 3
 _PIN_TEXT = (
     b"This step is pinned: ckpt prune and retention never remove it. Delete this file to let it"
     b" go.\n"
@@ -131,7 +131,7 @@ def prune_steps(
         if reason := (
             "the first step of a new branch"
             if step.name in needed
-            else _reason_to_stay(root, step, links)
+            else reason_to_stay(root, step, links)
         ):
             result.kept[str(step.path)] = reason
             continue
@@ -183,7 +183,7 @@ def _thin(root: RunRoot, rules: Retention, kept: Iterable[Path | str], told: set
     held = {str(path) for path in kept}
     options: Reading = {"storage_options": root.options, "jobs": 1}
     try:
-        result = thin_steps(root, rules.full, held=held, options=options)
+        result = thin_steps(root, rules.full, held=held, reads=False, options=options)
     except (CheckpointError, OSError) as error:
         log.warning("could not thin old steps: %s", error)
         return False
@@ -218,33 +218,6 @@ def _choose(
         sound.add(str(step.path))
 
 
-# ---- what stays ----------------------------------------------------------------------------------
-
-
-def _reason_to_stay(root: RunRoot, step: Step, links: Sequence[tuple[str, str]]) -> str:
-    """Returns why a step must stay; "" if it may be removed."""
-    if step.is_pinned:
-        return f"it is pinned; ckpt pin --remove {printable(str(step.path))} lets it go"
-    own = os.path.join(os.path.realpath(step.path), "")
-    for link, target in links:
-        if os.path.join(target, "").startswith(own) and not link.startswith(own):
-            return f"the link {printable(os.path.relpath(link, Path(own).parent))} leads to it"
-    if foreign := _foreign_files(root, step):
-        more = f" and {len(foreign) - _MAX_NAMES} more" if len(foreign) > _MAX_NAMES else ""
-        return (
-            "it holds files that no save wrote:"
-            f" {printable(', '.join(foreign[:_MAX_NAMES]))}{more}; move them to let it go"
-        )
-    return ""
-
-
-def _foreign_files(root: RunRoot, step: Step) -> list[str]:
-    """Returns the files of a step that its manifest does not name."""
-    assert step.manifest is not None
-    listed = {*step.manifest.files, *(step.manifest.index or ())[:1]}
-    return [n for n in root.all_files(step.name) if n not in listed and not note_of(n)]
-
-
 def remove_named(root: RunRoot, name: str) -> str:
     """Removes a checkpoint with a name of its own, in one instant.
 
@@ -260,7 +233,7 @@ def remove_named(root: RunRoot, name: str) -> str:
     listed = {*step.manifest.files, *(step.manifest.index or ())[:1]}
     foreign = [n for n in root.all_files(name) if n not in listed and not note_of(n)]
     if foreign:
-        return f"other files lie in it: {printable(', '.join(foreign[:_MAX_NAMES]))}"
+        return f"other files lie in it: {printable(', '.join(foreign[:MAX_NAMES]))}"
     root.remove(name, step.manifest.attempt)
     return ""
 

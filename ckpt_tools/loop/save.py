@@ -170,13 +170,15 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
         TypeError: a name is no text, or a value is no number.
     """
     found = {}
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics: expected a dict, got a {type(metrics).__name__}")
     for name, value in metrics.items():
         if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 200:
             raise ValueError(f"metrics: expected a short printable name, got {name!r}")
         try:
             found[name] = float(value)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            kind = type(value).__name__
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            kind = "larger one" if isinstance(error, OverflowError) else type(value).__name__
             raise TypeError(f"metrics[{name!r}]: expected a number, got a {kind}") from None
     return found
 

@@ -21,6 +21,7 @@ from ckpt_tools.core.catalog import (
     check_globs,
     chooser,
     keep,
+    key_path,
     matcher,
     refuse_unread,
 )
@@ -49,7 +50,7 @@ from ckpt_tools.transfer.transfer import check_apart
 
 SCHEDULES = ("linear", "cosine", "sqrt", "exponential")
 _DECAY = 0.8  # of the weights of an exponential mean, from one checkpoint to the one before
-_SHOWN = 12
+_SHOWN, _MAX_WEIGHT = 12, 1e100
 _RANGE = re.compile(r"([0-9]{1,18}):([0-9]{1,18}):([0-9]{1,18})")
 
 
@@ -94,11 +95,13 @@ def average(
     target = to or _target_of(os.fspath(dst))
     if how.get("resume"):
         raise PlanError("an average is not resumed: leave --resume out")
-    rest: Conversion = {**how, "model_only": True}
+    # the names are final: those of `merge`, or all of them where these differ
+    rest: Conversion = {**how, "model_only": True, "keep_prefix": True}
     for key in ("select", "exclude", "dtype", "keep_dtype"):
         rest.pop(key, None)  # type: ignore[misc]
     check_request(target, str(dst), rest)
-    paths = _chosen_steps(sources, last, steps, how.get("storage_options"))
+    least = 1 if base_model is not None else 2
+    paths = _chosen_steps(sources, last, steps, least, how.get("storage_options"))
     factors = chosen_weights(len(paths), weights, schedule)
     divisor = math.fsum(factors)
     if base_model is not None:
@@ -122,10 +125,20 @@ def average(
             for s, f in zip(opened, factors, strict=True)
         ]
     }
-    result = convert_source(
-        mean.source, dst, target, rest, "average", mean.version, mean.prove, about
-    )
-    return replace(result, notes=(*result.notes, *mean.notes()))
+    try:
+        result = convert_source(
+            mean.source, dst, target, rest, "average", mean.version, mean.prove, about
+        )
+    except PlanError as error:
+        hint = _own_words(error.hint) if error.hint else None
+        raise PlanError(_own_words(str(error)), hint=hint) from error
+    notes = [_own_words(note) for note in result.notes]
+    return replace(result, notes=(*notes, *mean.notes()))
+
+
+def _own_words(text: str) -> str:
+    """Names the option for a config as `average` has it; its `--base` is a model."""
+    return text.replace("--base", "--config-from")
 
 
 def _target_of(dst: str) -> str:
@@ -152,13 +165,14 @@ def _chosen_steps(
     sources: Sequence[Path_] | Path_,
     last: int | None,
     steps: str | None,
+    least: int,
     options: Mapping[str, object] | None,
 ) -> list[Path_]:
     given = [sources] if isinstance(sources, (str, os.PathLike)) else list(sources)
     if last is None and steps is None:
-        if len(given) < 2:
+        if len(given) < least:
             raise PlanError(
-                f"a mean of {len(given)} checkpoints: give at least two",
+                f"a mean of {len(given)} checkpoints: give at least {least}",
                 hint="or a run with --last N, or --steps FIRST:LAST:EVERY",
             )
         return given
@@ -169,9 +183,10 @@ def _chosen_steps(
     if not complete:
         raise NotACheckpointError(f"no complete steps in {printable(str(root.path))}")
     if last is not None:
-        if not 2 <= last <= len(complete):
+        if not least <= last <= len(complete):
             raise PlanError(
-                f"--last {last}: expected from 2 to {len(complete)}, the number of complete steps"
+                f"--last {last}: expected from {least} to {len(complete)}, the number of complete"
+                " steps"
             )
         return [complete[number].path for number in sorted(complete)[-last:]]
     wanted = _numbers(steps or "")
@@ -218,10 +233,10 @@ def chosen_weights(
         if schedule is not None:
             raise PlanError("give either weights or a schedule")
         values = [float(value) for value in weights]
-        total = math.fsum(values)
-        if len(values) != count or not all(map(math.isfinite, values)) or not total:
+        is_right = len(values) == count and all(abs(value) <= _MAX_WEIGHT for value in values)
+        if not is_right or not math.fsum(values):
             raise PlanError(
-                f"--weights: expected {count} finite numbers whose sum is not 0, got"
+                f"--weights: expected {count} finite numbers up to 1e100 whose sum is not 0, got"
                 f" {', '.join(f'{value:g}' for value in values)}"
             )
         return values
@@ -267,7 +282,7 @@ class _Mean:
         divisor: float,
         how: Conversion,
     ) -> None:
-        views = [_model_of(source, how) for source in opened]
+        views, self._stripped = _models_of(opened, how)
         _refuse_misfits(opened, views)
         check_kept(how.get("keep_dtype", ()), how.get("dtype"), list(views[-1].tensors))
         self._parts = [_part(source, view) for source, view in zip(opened, views, strict=True)]
@@ -308,8 +323,11 @@ class _Mean:
             prove_fingerprints(part.source, part.prints, computed.fingerprints.join())
 
     def notes(self) -> list[str]:
-        """Returns remarks on types and values."""
-        notes = []
+        """Returns remarks on names, types and values."""
+        notes = [
+            f"stripped from names: {printable(prefix)} ({number:,})"
+            for prefix, number in self._stripped.items()
+        ]
         if self._mixed:
             notes.append(f"of several types, written as the last one has it: {_some(self._mixed)}")
         if differing := sorted(self._store.notes.differing):
@@ -326,14 +344,38 @@ def _some(names: Sequence[str]) -> str:
     return printable(", ".join(names[:_SHOWN])) + more
 
 
-def _model_of(source: Source, how: Conversion) -> Catalog:
-    """Returns the model of a checkpoint under the names of `merge`."""
-    view, _ = model_view(source.catalog, keep_prefix=False)
+def _models_of(opened: Sequence[Source], how: Conversion) -> tuple[list[Catalog], dict[str, int]]:
+    """Returns the model of each checkpoint under the same names, and what was stripped of the last.
+
+    The names are those of `merge`. It strips `model.` where all names begin so, as in a file of
+    transformers with tied embeddings. If another source has a head beside it, nothing is stripped.
+    """
+    found = [model_view(source.catalog, keep_prefix=False) for source in opened]
+    if len({frozenset(view.tensors) for view, _ in found}) > 1:
+        found = [
+            (view, gone) if source.catalog.paths else model_view(source.catalog, keep_prefix=True)
+            for source, (view, gone) in zip(opened, found, strict=True)
+        ]
     select, exclude = how.get("select", ()), how.get("exclude", ())
-    names = [*view.tensors, *view.unread]
+    names = list(dict.fromkeys(n for view, _ in found for n in (*view.tensors, *view.unread)))
     check_globs(select, names, "--select")
     check_globs(exclude, names, "--exclude")
-    view = keep(view, chooser(select, exclude))
+    views = [
+        _checked_view(source, keep(view, chooser(select, exclude)))
+        for source, (view, _) in zip(opened, found, strict=True)
+    ]
+    return views, found[-1][1]
+
+
+def _checked_view(source: Source, view: Catalog) -> Catalog:
+    """Returns a model, if a mean of it has a meaning.
+
+    Raises:
+        PlanError: it is empty, an optimizer, an adapter, or of a type that is not averaged.
+    """
+    entries = [*source.catalog.tensors, *source.catalog.objects]
+    if {"state", "param_groups"} <= {key_path(source.catalog, fqn)[0] for fqn in entries}:
+        raise PlanError(f"it is the state of an optimizer ({redacted(source.path)})")
     refuse_unread(view)
     adapters.refuse_adapters(view.tensors, source.path)
     if not view.tensors:

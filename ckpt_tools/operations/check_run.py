@@ -8,16 +8,19 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import NotACheckpointError, PlanError, printable
 from ckpt_tools.operations.arguments import checked
+from ckpt_tools.operations.run_bytes import WEIGHTS, state_kind
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import Step, damage, list_steps
 from ckpt_tools.transfer.options import Path_
 
 _MOMENT = re.compile(r"(?:^|\.)state\.(.+)\.exp_avg$")
-_LEAST_STEPS = 4  # with measured changes, before one of them is called unusual
+_LEAST_STEPS = 3  # with measured changes, before another one is called unusual
+_WINDOW, _NEWEST = 8, 3  # changes to compare with, and steps to look at: an alarm must end
 
 
 class RunProblem(NamedTuple):
@@ -57,8 +60,8 @@ def check_run(
         every: the distance of steps; a missing one between the first and the last is a problem.
         unchanged_steps: a trained tensor that is the same in so many steps in a row is a problem. A
             tensor counts as trained if an Adam optimizer has a moment of it.
-        jump: an update of a tensor that is so many times larger than the median of its updates is a
-            problem.
+        jump: an update of a weight in the newest three steps that is so many times larger than the
+            median of the updates before is a problem.
         storage_options: of the object store, as fsspec takes them.
 
     Raises:
@@ -100,7 +103,7 @@ def _missing(steps: Sequence[Step], every: int) -> Iterator[RunProblem]:
     first = -(-min(numbers) // every) * every
     for number in range(first, max(numbers) + 1, every):
         if number not in numbers:
-            yield RunProblem(number, "missing", f"there is a step for other multiples of {every}")
+            yield RunProblem(number, "missing", f"there is no such step, and --every is {every}")
 
 
 def trained_names(step: Step) -> set[str]:
@@ -129,16 +132,24 @@ def _unchanged(steps: Sequence[Step], count: int) -> Iterator[RunProblem]:
 
 
 def _jumps(steps: Sequence[Step], jump: float) -> Iterator[RunProblem]:
-    """Yields updates that are far above the median of the tensor's updates."""
+    """Yields updates of weights in the newest steps that are far above those before.
+
+    Each is divided by the distance to the step before, because the steps may be unevenly spaced.
+    """
     changes: dict[str, list[tuple[int, float]]] = {}
-    for step in steps:
+    for before, step in pairwise(steps):
         for name, tensor in step.manifest.tensors.items() if step.manifest else ():
             change = tensor.statistics.change_rms if tensor.statistics else None
-            if change is not None and not name.endswith(".step"):
-                changes.setdefault(name, []).append((step.number, change))
+            if change is not None and state_kind(name) == WEIGHTS:
+                distance = max(1, step.number - before.number)
+                changes.setdefault(name, []).append((step.number, change / distance))
+    newest = {step.number for step in steps[-_NEWEST:]}
     for name, found in changes.items():
-        usual = statistics.median(change for _, change in found)
-        for number, change in found if len(found) >= _LEAST_STEPS else ():
+        for place, (number, change) in enumerate(found):
+            earlier = [value for _, value in found[max(0, place - _WINDOW) : place]]
+            if number not in newest or len(earlier) < _LEAST_STEPS:
+                continue
+            usual = statistics.median(earlier)
             if change > jump * usual > 0:
-                text = f"{printable(name)} changed by {change:.3g} (RMS), usually by {usual:.3g}"
-                yield RunProblem(number, "jump", text)
+                text = f"{printable(name)} changed by {change:.3g} a step (RMS)"
+                yield RunProblem(number, "jump", f"{text}, before by {usual:.3g}")

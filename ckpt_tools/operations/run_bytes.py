@@ -95,7 +95,7 @@ def _of_step(step: Step, is_newest: bool) -> StepBytes:
     model = kinds.get(WEIGHTS, 0)
     optimizer = sum(n for kind, n in kinds.items() if kind not in (WEIGHTS, OTHER))
     other = max(0, step.nbytes - model - optimizer)
-    spare = 0 if is_newest or step.is_pinned else optimizer
+    spare = 0 if is_newest or step.is_pinned else optimizer + kinds.get(OTHER, 0)
     return StepBytes(step, kinds, model, optimizer, other, spare, "ckpt thin" if spare else "")
 
 

@@ -14,7 +14,7 @@ from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
-from ckpt_tools.engine.statistics import StatisticsSink
+from ckpt_tools.engine.statistics import SHORT_TYPES, StatisticsSink
 from ckpt_tools.errors import PlanError, redacted
 from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.operations.arguments import checked
@@ -36,6 +36,8 @@ class StatsResult:
         dtypes: element type by name.
         histograms: by name, how many finite nonzero values have a magnitude from `2**key` to less
             than twice that. Empty if that was not asked for.
+        lost: with histograms, by short type: how many of these values it makes zero, and how many
+            too large.
         nbytes: bytes that were read. 0 if the manifest had everything.
         notes: remarks.
         seconds: wall-clock time.
@@ -45,6 +47,7 @@ class StatsResult:
     tensors: Mapping[str, TensorStatistics]
     dtypes: Mapping[str, str]
     histograms: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    lost: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     nbytes: int = 0
     notes: Sequence[str] = ()
     seconds: float = 0.0
@@ -98,7 +101,7 @@ def stats(
     source.store.close()
     if len(work) < len(catalog.tensors):
         known = sum(fqn in sealed for fqn in catalog.tensors)
-        notes += [f"{known} tensors as their save measured them"] * bool(known)
+        notes += [f"as their save measured them: {known} of the tensors"] * bool(known)
     empty = TensorStatistics(0, 0.0, 0.0, 0, 0, 0)
     found = {fqn: moments.result() for fqn, moments in sink.moments.items()}
     return StatsResult(
@@ -106,6 +109,7 @@ def stats(
         {fqn: found.get(fqn) or sealed.get(fqn) or empty for fqn in catalog.tensors},
         {fqn: entry.dtype.name for fqn, entry in catalog.tensors.items()},
         {fqn: moments.histogram() for fqn, moments in sink.moments.items()} if histogram else {},
+        _lost(sink) if histogram else {},
         sum(t.nbytes for t in work),
         notes,
         time.monotonic() - began,
@@ -117,6 +121,13 @@ def sealed_statistics(source: Source) -> dict[str, TensorStatistics]:
     manifest = of_source(source)
     tensors = manifest.tensors if manifest is not None else {}
     return {fqn: t.statistics for fqn, t in tensors.items() if t.statistics is not None}
+
+
+def _lost(sink: StatisticsSink) -> dict[str, tuple[int, int]]:
+    total = sum(m.lost for m in sink.moments.values() if m.lost is not None)
+    if isinstance(total, int):
+        return {}
+    return {t.name: (int(a), int(b)) for t, (a, b) in zip(SHORT_TYPES, total, strict=True)}
 
 
 def _chosen(catalog: Catalog, select: Sequence[str], exclude: Sequence[str]) -> Catalog:

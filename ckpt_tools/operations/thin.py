@@ -20,19 +20,22 @@ from ckpt_tools.core.catalog import (
     matcher,
     refuse_unread,
 )
+from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, PlanError, printable
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.registry import Request, Source, TargetTensor, open_source
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.operations.merge_reshard import dtype_by_name, left_out, saved_boxes, target_dtype
+from ckpt_tools.operations.merge_reshard import dtype_by_name, saved_boxes, target_dtype
 from ckpt_tools.publish.destinations import open_destination, open_root
 from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.steps import Step, list_steps
+from ckpt_tools.publish.staying import reason_to_stay
+from ckpt_tools.publish.steps import Step, damage, list_steps
 from ckpt_tools.storage import read
 from ckpt_tools.transfer.options import Options, Path_, Reading
 from ckpt_tools.transfer.transfer import TransferRequest, transfer
 
 _MAX_FILE_BYTES = 64 << 20  # of a small file that a save has put beside its data
+_MOST_NAMES = 4  # of what is gone below one key
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class ThinnedStep:
     Attributes:
         number, path: of the step.
         before_nbytes, after_nbytes: bytes of its files; `after_nbytes` is an estimate in a dry run.
-        dropped: bytes by top-level key that is gone.
+        dropped: bytes by the name of what is gone; a key stands for all below it.
     """
 
     number: int
@@ -115,6 +118,9 @@ def thin(
         raise NotACheckpointError(f"no steps in {printable(str(root))}")
     lock = None if dry_run else where.claim()
     try:
+        if not dry_run:
+            for left in where.remove_leftovers():
+                log.info("removed what a dead job left: %s", left.url)
         return thin_steps(
             where, keep_full, keep_every, drop=drop, dtype=dtype, dry_run=dry_run, options=options
         )
@@ -129,6 +135,7 @@ def thin_steps(
     keep_every: int | None = None,
     *,
     held: Container[str] = (),
+    reads: bool = True,
     drop: Sequence[str] = (),
     dtype: str | None = None,
     dry_run: bool = False,
@@ -140,9 +147,16 @@ def thin_steps(
         where: the root.
         keep_full, keep_every, drop, dtype, dry_run, options: as for `thin`.
         held: paths of steps that stay full, because something still reads them.
+        reads: read the newest full step first. A damaged one is not counted.
     """
     result = ThinResult(is_dry_run=dry_run)
-    chosen = list(_chosen(list_steps(where), keep_full, keep_every, held, result.kept))
+    full = _sound(list_steps(where), reads, result.kept)
+    links = where.links()
+    chosen = list(_chosen(full, keep_full, keep_every, held, result.kept))
+    for step in list(chosen):
+        if reason := reason_to_stay(where, step, links):
+            result.kept[str(step.path)] = reason
+            chosen.remove(step)
     opened = {
         step.number: open_source(step.path, options.get("storage_options")) for step in chosen
     }
@@ -156,11 +170,29 @@ def thin_steps(
             continue
         finally:
             source.store.close()
-        if found is None:
-            result.kept[str(step.path)] = "there is nothing to remove"
-        else:
+        if found is not None:
             result.thinned.append(found)
     return result
+
+
+def _sound(steps: Sequence[Step], reads: bool, kept: dict[str, str]) -> list[Step]:
+    """Returns the complete steps, up to the newest full one that is not damaged."""
+    found = [
+        step
+        for step in steps
+        if not step.problem
+        and not step.superseded_by
+        and step.manifest is not None
+        and step.manifest.step == step.number
+    ]
+    while reads:
+        newest = next((step for step in reversed(found) if not step.thinned), None)
+        problem = damage(newest) if newest is not None else ""
+        if newest is None or not problem:
+            break
+        kept[str(newest.path)] = f"it is not counted: {problem}"
+        found.remove(newest)
+    return found
 
 
 def _chosen(
@@ -171,18 +203,10 @@ def _chosen(
     kept: dict[str, str],
 ) -> Iterator[Step]:
     """Yields the steps to thin, oldest first, and notes why others stay full."""
-    full = [
-        step
-        for step in steps
-        if not step.problem
-        and not step.superseded_by
-        and not step.thinned
-        and step.manifest is not None
-        and step.manifest.step == step.number
-    ]
+    full = [step for step in steps if not step.thinned]
     newest = {step.number for step in full[-keep_full:]}
     finite = next((step.number for step in reversed(full) if step.is_finite is not False), None)
-    for step in full:
+    for step in steps:
         reason = (
             f"one of the newest {keep_full} full steps"
             if step.number in newest
@@ -190,8 +214,6 @@ def _chosen(
             if step.number == finite
             else f"a multiple of {keep_every}"
             if keep_every and step.number % keep_every == 0
-            else "it is pinned"
-            if step.is_pinned
             else "it is still needed"
             if str(step.path) in held
             else ""
@@ -225,14 +247,15 @@ def _thin_one(
     refuse_unread(catalog)
     if not catalog.tensors:
         raise PlanError("no tensor would be left", hint="ckpt prune removes whole steps")
-    gone = left_out(source.catalog, catalog)
-    if not gone:
+    gone = _gone(source.catalog, catalog)
+    casts = any(target_dtype(t, dtype, _nothing) is not t.dtype for t in catalog.tensors.values())
+    if not gone and not casts:
         return None
     world_size = source.catalog.world_size or 1
     targets = [
         TargetTensor(
             t.fqn,
-            target_dtype(t, dtype, lambda _: False),
+            target_dtype(t, dtype, _nothing),
             t.shape,
             tuple(saved_boxes(t, world_size, world_size)),
         )
@@ -251,7 +274,7 @@ def _thin_one(
             request,
             how,
             left_out=gone,
-            about={"thinned": sorted(gone)},
+            about={"thinned": sorted({*step.thinned, *gone})},
             in_place=True,
         )
     )
@@ -271,6 +294,38 @@ def _kept_part(catalog: Catalog, drop: Sequence[str]) -> Catalog:
         return not is_below and not is_other_state(path[0])
 
     return replace(keep(catalog, is_of_a_model), objects={})
+
+
+def _nothing(fqn: str) -> bool:
+    del fqn
+    return False
+
+
+def _gone(before: Catalog, after: Catalog) -> dict[str, int]:
+    """Returns the shortest names of what is gone completely, with the bytes.
+
+    Many such names below one key are told as a part of that key.
+    """
+    kept = {
+        path[:depth]
+        for fqn in (*after.tensors, *after.objects)
+        for path in [key_path(before, fqn)]
+        for depth in range(1, len(path) + 1)
+    }
+    sizes = {fqn: t.nbytes for fqn, t in before.tensors.items() if fqn not in after.tensors}
+    objects = {fqn: o.extent.nbytes for fqn, o in before.objects.items()}
+    sizes |= {fqn: n for fqn, n in objects.items() if fqn not in after.objects}
+    found: dict[tuple[str, ...], int] = {}
+    for fqn, nbytes in sizes.items():
+        path = key_path(before, fqn)
+        depth = next((d for d in range(1, len(path)) if path[:d] not in kept), len(path))
+        found[path[:depth]] = found.get(path[:depth], 0) + nbytes
+    named: dict[str, int] = {}
+    for path, nbytes in found.items():
+        beside = sum(other[0] == path[0] for other in found)
+        name = ".".join(path) if beside <= _MOST_NAMES else f"part of {path[0]}"
+        named[name] = named.get(name, 0) + nbytes
+    return named
 
 
 def _small_files(step: Step, source: Source) -> dict[str, bytes]:

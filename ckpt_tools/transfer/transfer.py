@@ -32,7 +32,7 @@ from ckpt_tools.engine.schedule import (
     tile_bytes,
 )
 from ckpt_tools.engine.sinks import WriteSink
-from ckpt_tools.errors import StorageError, printable, redacted
+from ckpt_tools.errors import PlanError, StorageError, printable, redacted
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.registry import Request, Source
 from ckpt_tools.publish.base import Attempt, Destination
@@ -345,7 +345,21 @@ class Transfer:
                 prove_fingerprints(self.source, self.prints, self.fingerprints)
         if self.request.prove is not None:
             self.request.prove(self.group)
+        if self.request.in_place:
+            self._refuse_overflow()
         return True
+
+    def _refuse_overflow(self) -> None:
+        """Refuses to replace finite values by infinity, since the source is lost with it.
+
+        Raises:
+            PlanError: a cast made finite values infinite.
+        """
+        for fqn, number in self.totals.overflowed.items():
+            raise PlanError(
+                f"{number:,} values of {printable(fqn)} would become infinite in the new type",
+                hint="take a type with a larger range, such as bf16",
+            )
 
     def _collect(
         self, sink: WriteSink, crcs: dict[Extent, int], attempt: Attempt

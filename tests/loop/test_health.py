@@ -164,11 +164,27 @@ def test_metrics_stand_in_the_manifest_and_choose_the_best_step(tmp_path: Path, 
     none = ckpt("best", tmp_path, "--metric", "lass")
     assert none.returncode == 13 and "there are: loss, n" in none.stderr
     listing = ckpt("ls", tmp_path, "--metrics").stdout
-    assert "not finite" in listing and "loss: █▁ ▁▅  3 … 2" in listing
+    assert "not finite" in listing and "loss: █▁ ▁▅  3 → 2" in listing
     shown = json.loads(ckpt("ls", tmp_path, "--json").stdout)
     assert shown[2]["metrics"] == {"loss": None, "n": 3.0} and shown[5]["metrics"] == {}
     merged = tmp_path / "m.safetensors"
     assert ckpt("merge", tmp_path / "step-00000004", merged).returncode == 0
+
+
+def test_a_step_that_is_not_finite_is_never_the_best(tmp_path: Path, ckpt: Run) -> None:
+    """The loss of a step is usually computed before the update that spoils the weights."""
+    rules = Retention(1, best=1, metric="loss")
+    with CheckpointManager(tmp_path, statistics=True, retention=rules) as checkpoints:
+        losses = {1: 5.0, 2: 3.0, 3: 2.5, 4: 50.0, 5: 60.0}
+        for step, loss in losses.items():
+            weight = torch.full((3,), math.nan if step == 3 else float(step))
+            checkpoints.save(step, {"w": weight}, metrics={"loss": loss})
+    assert numbers(ckpt_tools.steps(tmp_path)) == [2, 5]
+    assert ckpt("best", tmp_path, "--metric", "loss").stdout.strip().endswith("step-00000002")
+    with CheckpointManager(tmp_path) as checkpoints:
+        for bad in ([("a", 1)], {"a": 10**400}):
+            with pytest.raises(TypeError, match="metrics"):
+                checkpoints.save(9, {"w": torch.ones(1)}, metrics=bad)  # type: ignore[arg-type]
 
 
 # ---- rules ---------------------------------------------------------------------------------------
@@ -283,7 +299,7 @@ def test_check_has_a_line_and_exit_1_for_each_problem(tmp_path: Path, ckpt: Run)
     state = job()
     with CheckpointManager(tmp_path, statistics=True, keep_last=None) as checkpoints:
         for step in range(1, 9):
-            if step == 5:  # an update that is far too large
+            if step == 7:  # an update that is far too large
                 with torch.no_grad():
                     state["model"][0].bias.add_(9.0)
             if step == 8:
@@ -296,7 +312,7 @@ def test_check_has_a_line_and_exit_1_for_each_problem(tmp_path: Path, ckpt: Run)
     done = ckpt("check", tmp_path, "--every", 10)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    assert any("step 50: jump: model.0.bias changed by 9" in line for line in lines)
+    assert any("step 70: jump: model.0.bias changed by 0.89" in line for line in lines)
     unchanged = "step 80: unchanged: model.1.weight has been the same in steps 60 to 80"
     assert unchanged in lines
     assert any(line.startswith("step 80: not finite: model.1.bias: ") for line in lines)
@@ -314,6 +330,33 @@ def test_check_has_a_line_and_exit_1_for_each_problem(tmp_path: Path, ckpt: Run)
     (tmp_path / "step-00000040" / ".metadata").unlink()
     lines = ckpt("check", tmp_path).stdout.splitlines()
     assert any(line.startswith("step 40: incomplete") for line in lines)
+
+
+def test_healthy_runs_raise_no_alarm(tmp_path: Path) -> None:
+    """Second moments jump, distances differ, and the learning rate changes; that is no problem."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.LayerNorm(32), nn.Linear(32, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        root = tmp_path / str(seed)
+        with CheckpointManager(root, statistics=True, keep_last=None) as checkpoints:
+            for step in range(1, 301):
+                x = torch.randn(64, 16)
+                loss = (model(x) - torch.sin(3 * x[:, :4])).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                if step % 20 == 0 or step < 4:
+                    checkpoints.save(step, {"model": model, "optimizer": optimizer})
+        assert ckpt_tools.check_run(root) == []
+
+
+def test_metrics_of_any_size_are_shown(tmp_path: Path, ckpt: Run) -> None:
+    with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
+        for step, value in enumerate((1e308, -1e308, 1.0, 1e308)):
+            checkpoints.save(step, {"x": torch.ones(1)}, metrics={"loss": value})
+    done = ckpt("ls", tmp_path, "--metrics")
+    assert done.returncode == 0 and "loss: █▁▄█" in done.stdout.replace("▅", "▄"), done.stderr
 
 
 def test_a_sound_run_has_no_problems(tmp_path: Path, ckpt: Run) -> None:

@@ -182,7 +182,7 @@ def test_steps_of_a_run_are_chosen_by_number(tmp_path: Path, ckpt: Run) -> None:
         (("--last", "2", "--weights", "1"), "expected 2 finite numbers"),
         (("--last", "2", "--schedule", "steep"), "expected one of linear, cosine"),
         (("--last", "2", "--select", "nothing*"), "--select"),
-        ((), "give at least two"),
+        ((), "give at least 2"),
     ):
         done = ckpt("average", tmp_path / "run", tmp_path / "no.safetensors", *words)
         assert done.returncode in (10, 13) and text in done.stderr, (words, done.stderr)
@@ -209,6 +209,40 @@ def test_models_that_differ_are_refused_in_a_table(tmp_path: Path) -> None:
     both = [tmp_path / "other.safetensors", tmp_path / "one.safetensors"]
     with pytest.raises(PlanError, match="matches nothing|--exclude"):
         ckpt_tools.average(both, tmp_path / "out.safetensors", exclude=["z*"])
+
+
+def test_a_file_with_tied_embeddings_beside_a_state_dict_with_a_head(tmp_path: Path) -> None:
+    """All names of the file begin with `model.`; those of the state dict do not."""
+    a, b = torch.randn(4, 3), torch.randn(4, 3)
+    save_file({"model.embed.weight": a, "model.w": a + 1}, tmp_path / "hf.safetensors")
+    other = {"model.embed.weight": b, "model.w": b + 1, "lm_head.weight": b}
+    torch.save(other, tmp_path / "t.pt")
+    paths, out = [tmp_path / "hf.safetensors", tmp_path / "t.pt"], tmp_path / "out.safetensors"
+    with pytest.raises(PlanError, match="lm_head.weight: not in it") as caught:
+        ckpt_tools.average(paths, out)
+    assert len(str(caught.value).splitlines()) == 2
+    ckpt_tools.average(paths, out, exclude=["lm_head.weight"])
+    found = load_file(out)
+    assert set(found) == {"model.embed.weight", "model.w"}
+    assert torch.allclose(found["model.w"], (a + b) / 2 + 1)
+    alone = ckpt_tools.average(paths[:1], out, base_model=paths[0], scale=0.5, overwrite=True)
+    assert any("stripped from names: model." in note for note in alone.notes)
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    linear = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(linear.parameters())
+    linear(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "o.pt")
+    with pytest.raises(PlanError, match="the state of an optimizer"):
+        ckpt_tools.average([tmp_path / "o.pt"] * 2, tmp_path / "out.safetensors")
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
+    paths = [tmp_path / "a.safetensors"] * 2
+    with pytest.raises(PlanError, match="up to 1e100"):
+        ckpt_tools.average(paths, tmp_path / "out.safetensors", weights=[1e308, 1e308])
+    result = ckpt_tools.average(paths, tmp_path / "hf", to="hf")
+    assert "--config-from" in " ".join(result.notes) and "--base" not in " ".join(result.notes)
 
 
 def test_other_types_and_other_integers_are_told(tmp_path: Path) -> None:

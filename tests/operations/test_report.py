@@ -126,7 +126,7 @@ def test_the_page_of_a_run_shows_its_numbers(run: Path, tmp_path: Path, page: Pa
     (drift,) = page.chart("drift")
     assert drift["y"][0] is None
     assert drift["y"][2] == pytest.approx(math.sqrt(change / norm), rel=1e-3)
-    assert page.page.text_content("#verdict") == "4 complete steps, not finite: 4"
+    assert page.page.text_content("#verdict") == "4 complete steps, not finite: step 4"
     table = page.rows("steps-table")
     assert [row[4] for row in table] == ["yes", "yes", "yes", "no"]
     assert table[0][5] == "thinned: no optimizer"
@@ -229,7 +229,7 @@ def test_twenty_thousand_tensors_and_a_hundred_steps(tmp_path: Path, page: Page)
 def test_values_without_statistics_are_read_or_not(tmp_path: Path) -> None:
     save_file({"w": torch.tensor([1.0, math.nan])}, tmp_path / "a.safetensors")
     data = ckpt_tools.report_data(tmp_path / "a.safetensors")
-    assert data["not_finite"] == ["w"] and data["verdict"].startswith("not finite: 1 tensor")
+    assert data["not_finite"] == ["w"] and data["verdict"] == "not finite: NaN or infinity in w"
     data = ckpt_tools.report_data(tmp_path / "a.safetensors", read_values=False)
     assert not data["is_measured"] and "values not measured" in data["verdict"]
 
@@ -253,6 +253,10 @@ def test_what_is_refused(run: Path, tmp_path: Path, ckpt: Run) -> None:
     with pytest.raises(StorageError, match="it exists"):
         ckpt_tools.report(run, output=tmp_path / "a.html")
     assert ckpt("report", run, "-o", tmp_path / "a.html", "--overwrite").returncode == 0
+    (tmp_path / "link.html").symlink_to("nowhere.html")
+    assert ckpt("report", run, "-o", tmp_path / "link.html").returncode == 15
+    assert "a local file" in ckpt("report", run, "-o", "s3://b/x.html").stderr
+    (tmp_path / "link.html").unlink()
     assert ckpt("report", run).returncode == 2
     assert ckpt("report", run, "--json", "-o", tmp_path / "b.html").returncode == 2
     assert json.loads(ckpt("report", run, "--json").stdout)["newest"] == 4
@@ -301,3 +305,8 @@ def test_a_plot(run: Path, tmp_path: Path, ckpt: Run) -> None:
     bad = ckpt("plot", run, "--tensor", "*", "--value", "size", "-o", tmp_path / "c.png")
     assert bad.returncode == 13 and "expected one of rms" in bad.stderr
     assert not (tmp_path / "c.png").exists()
+    again = ckpt("plot", run, "--tensor", "*", "-o", tmp_path / "b.svg")
+    assert again.returncode == 15 and "--overwrite replaces it" in again.stderr
+    assert (
+        ckpt("plot", run, "--tensor", "*", "-o", tmp_path / "b.svg", "--overwrite").returncode == 0
+    )

@@ -118,6 +118,52 @@ def test_what_shorter_types_would_lose(tmp_path: Path, ckpt: Run) -> None:
     assert (half == 0).sum() == 1 and half.isinf().sum() == 2
 
 
+EDGES = (2.0**-25, 2.0**-24, 65519.0, 65520.0, 2.0**-10, 2.0**-9, 464.0, 465.0, 61439.0, 61440.0)
+
+
+def test_short_types_lose_what_torch_loses(tmp_path: Path) -> None:
+    """Each edge of rounding, and the mask that many models have."""
+    torch.manual_seed(0)
+    many = torch.randn(5000) * torch.exp2(torch.randint(-40, 40, (5000,)).float())
+    edges = torch.tensor([*EDGES, -1.0, 0.0, torch.finfo(torch.float32).min, 3.39e38, 2.0**-134])
+    state = {"w": torch.cat([many, edges])}
+    save_file(state, tmp_path / "a.safetensors")
+    lost = ckpt_tools.stats(tmp_path / "a.safetensors", histogram=True).lost
+    kinds = {
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp8 e4m3": torch.float8_e4m3fn,
+        "fp8 e5m2": torch.float8_e5m2,
+    }
+    assert list(lost) == list(kinds)
+    for name, dtype in kinds.items():
+        cast = state["w"].to(dtype).float()
+        zeros = int(((cast == 0) & (state["w"] != 0)).sum())
+        large = int((~torch.isfinite(cast)).sum())
+        if name == "fp8 e4m3":  # torch clips to 448 what would round to a larger number
+            large = int((state["w"].abs() > 464).sum())
+            assert (cast.abs().max(), cast[state["w"].abs() > 464].abs().min()) == (448, 448)
+        assert lost[name] == (zeros, large), name
+
+
+def test_values_whose_squares_have_no_room(tmp_path: Path) -> None:
+    largest = torch.finfo(torch.float64).max
+    state = {
+        "large": torch.full((4,), 1e300, dtype=torch.float64),
+        "small": torch.full((4,), 1e-300, dtype=torch.float64),
+        "most": torch.tensor([largest, -largest], dtype=torch.float64),
+    }
+    ckpt_tools.save(tmp_path / "a", state, statistics=True)
+    stored = ckpt_tools.stats(tmp_path / "a")
+    assert stored.nbytes == 0 and stored.not_finite == []
+    assert stored.tensors["large"].rms == pytest.approx(1e300, rel=1e-5)
+    assert stored.tensors["small"].rms == pytest.approx(1e-300, rel=1e-5)
+    assert stored.tensors["most"].max_abs == pytest.approx(largest, rel=1e-5)
+    assert math.isfinite(stored.tensors["most"].rms)
+    assert "Infinity" not in next((tmp_path / "a").glob("ckpt.manifest*")).read_text()
+    assert ckpt_tools.verify(tmp_path / "a").problems == []
+
+
 def test_damage_is_found_on_the_way(tmp_path: Path) -> None:
     dcp.save({"w": torch.arange(50_000.0)}, checkpoint_id=tmp_path / "a", no_dist=True)
     file = tmp_path / "a" / "__0_0.distcp"

@@ -13,7 +13,7 @@ from ckpt_tools.formats.registry import open_source
 from ckpt_tools.operations.convert.flat_shapes import lay_beside
 from ckpt_tools.operations.diff import diff
 from ckpt_tools.operations.inspect import inspect
-from ckpt_tools.operations.run_bytes import WEIGHTS, du, state_kind, nbytes_of
+from ckpt_tools.operations.run_bytes import WEIGHTS, du, nbytes_of, state_kind
 from ckpt_tools.operations.stats import sealed_statistics, stats
 from ckpt_tools.operations.verify import verify
 from ckpt_tools.publish.destinations import open_root
@@ -257,8 +257,8 @@ def _drift(step: Step) -> float | None:
     for fqn, tensor in step.manifest.tensors.items() if step.manifest else ():
         found = tensor.statistics
         if found is not None and found.change_rms is not None and state_kind(fqn) == WEIGHTS:
-            change += found.change_rms**2 * found.numel
-            norm += found.rms**2 * found.numel
+            change += found.change_rms * found.change_rms * found.numel  # ** would raise
+            norm += found.rms * found.rms * found.numel
     return _number(math.sqrt(change / norm)) if norm else None
 
 
@@ -289,9 +289,8 @@ def _verdict(
     if problems:
         return f"damaged: {problems[0]}"
     if not_finite:
-        return (
-            f"not finite: {len(not_finite)} tensors have NaN or infinity, such as {not_finite[0]}"
-        )
+        more = f" and {len(not_finite) - 1} more" if len(not_finite) > 1 else ""
+        return f"not finite: NaN or infinity in {not_finite[0]}{more}"
     sealed = "sealed" if manifest is not None else "complete, without a manifest"
     finite = "finite" if is_measured else "values not measured"
     noun = "rank" if world_size == 1 else "ranks"
@@ -320,7 +319,7 @@ def _verdict_of_run(found_steps: Sequence[Step]) -> str:
     if bad:
         parts.append(f"{len(bad)} incomplete")
     if not_finite:
-        parts.append(f"not finite: {', '.join(map(str, not_finite[:8]))}")
+        parts.append(f"not finite: step {', '.join(map(str, not_finite[:8]))}")
     if unknown:
         parts.append(f"{unknown} without statistics")
     return ", ".join(parts)
@@ -336,4 +335,4 @@ def _next_of_run(root: str, steps: Sequence[Step]) -> list[str]:
 
 def _summary(rows: Sequence[Values], num_equal: int) -> str:
     first = f"; most in {rows[0]['name']}" if rows else ""
-    return f"{len(rows)} tensors differ, {num_equal} are equal{first}"
+    return f"tensors that differ: {len(rows)}; equal, objects included: {num_equal}{first}"

@@ -9,7 +9,13 @@ from typing import Any
 
 from ckpt_tools.core.catalog import check_globs, matcher
 from ckpt_tools.core.statistics import TensorStatistics
-from ckpt_tools.errors import CheckpointError, NotACheckpointError, PlanError, printable
+from ckpt_tools.errors import (
+    CheckpointError,
+    NotACheckpointError,
+    PlanError,
+    StorageError,
+    printable,
+)
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import list_steps
@@ -33,6 +39,7 @@ def plot(
     tensor: Sequence[str],
     output: Path_,
     value: str = "rms",
+    overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Draws a statistic of tensors over the steps that were saved with statistics.
@@ -42,6 +49,7 @@ def plot(
         tensor: globs of names. Of more than 12 tensors, the range and the median are drawn.
         output: the picture: `.png`, `.svg` or `.pdf`.
         value: one of `VALUES`.
+        overwrite: replace an existing file.
         storage_options: of the object store, as fsspec takes them.
 
     Returns:
@@ -50,6 +58,7 @@ def plot(
     Raises:
         PlanError: a glob matches nothing, or an argument does not fit.
         NotACheckpointError: no step has statistics.
+        StorageError: the file exists.
         CheckpointError: matplotlib is not installed.
     """
     path = Path(os.fspath(output))
@@ -60,6 +69,8 @@ def plot(
             f"a picture: expected a name that ends in {', '.join(_SUFFIXES)}, in a directory that"
             f" exists, got {printable(str(path))!r}"
         )
+    if os.path.lexists(path) and not overwrite:
+        raise StorageError(f"it exists: {printable(str(path))}", hint="--overwrite replaces it")
     steps = [s for s in list_steps(open_root(root, storage_options)) if s.is_finite is not None]
     if not steps:
         raise NotACheckpointError(
@@ -112,6 +123,11 @@ def _draw(
             axes.plot(numbers, values, marker=".", label=printable(name))
     else:
         table = np.array(list(lines.values()))
+        seen = ~np.isnan(table).all(0)  # the first step has no change
+        table, numbers = (
+            table[:, seen],
+            [n for n, is_seen in zip(numbers, seen, strict=True) if is_seen],
+        )
         axes.fill_between(
             numbers,
             np.nanmin(table, 0),

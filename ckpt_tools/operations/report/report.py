@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -64,10 +65,12 @@ def report(
         StorageError: the file exists, or cannot be written.
         CheckpointError: plotly is not installed, or something cannot be read.
     """
+    if "://" in os.fspath(output):
+        raise PlanError(f"a report is a local file, got {printable(os.fspath(output))}")
     path = Path(os.fspath(output))
     if path.suffix.lower() not in (".html", ".htm"):
         raise PlanError(f"a report is an HTML file: expected a name that ends in .html, got {path}")
-    if path.exists() and not overwrite:
+    if os.path.lexists(path) and not overwrite:
         raise StorageError(f"it exists: {printable(str(path))}", hint="--overwrite replaces it")
     page = render_page(report_data(src, other, read_values=read_values, **options))
     part = path.with_name(f".tmp.{path.name}.{os.getpid()}")
@@ -102,9 +105,11 @@ def serve(make: Callable[[], dict[str, Any]], port: int) -> ThreadingHTTPServer:
 
         def do_GET(self) -> None:
             host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
-            if host not in _HOSTS:  # another name that leads here may belong to a stranger's page
+            if (
+                host or ""
+            ).lower() not in _HOSTS:  # another name that leads here may belong to a stranger's page
                 self._answer(HTTPStatus.FORBIDDEN, b"this page is for this machine only")
-            elif self.path != "/":
+            elif self.path.partition("?")[0] != "/":
                 self._answer(HTTPStatus.NOT_FOUND, b"the report is at /")
             else:
                 try:
@@ -118,12 +123,13 @@ def serve(make: Callable[[], dict[str, Any]], port: int) -> ThreadingHTTPServer:
         def _answer(
             self, status: HTTPStatus, data: bytes, kind: str = "text/plain; charset=utf-8"
         ) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(data)))
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.end_headers()
-            self.wfile.write(data)
+            with suppress(ConnectionError):  # the reader has left
+                self.send_response(status)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(data)))
+                self.send_header("X-Content-Type-Options", "nosniff")
+                self.end_headers()
+                self.wfile.write(data)
 
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), Handler)
