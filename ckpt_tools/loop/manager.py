@@ -249,7 +249,7 @@ class CheckpointManager:
             self._root.check_shared(written, self._group.rank)
 
     def _open_root(self) -> None:
-        if not is_url(self.root) and (Path(self.root) / ".metadata").exists():
+        if self._root.has_file(".metadata"):
             raise StorageError(
                 f"the directory of a run is itself a checkpoint: {printable(str(self.root))}",
                 hint="give the directory that holds the steps",

@@ -16,6 +16,7 @@ from ckpt_tools import CheckpointManager, HuggingFace, PlanError, StorageError, 
 from tests.command import run_job
 from tests.conftest import HERE
 from tests.jobs import PYTHON_PATH, torchrun_command
+from tests.servers.servers import Server
 
 UNCLOSED = """
 import sys, torch
@@ -138,3 +139,13 @@ def test_a_step_is_not_the_directory_of_a_run(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="the directory of a run is itself a checkpoint"):
         CheckpointManager(tmp_path / "run" / "step-00000001")
     assert not (tmp_path / "run" / "step-00000001" / ".ckpt.lock").exists()
+
+
+def test_a_checkpoint_in_a_bucket_is_no_run_either(server: Server) -> None:
+    server.bucket("itself")
+    options: dict[str, Any] = {"storage_options": server.options}
+    with CheckpointManager("s3://itself/run", **options) as checkpoints:
+        checkpoints.save(1, {"x": torch.ones(2)})
+    with pytest.raises(StorageError, match="the directory of a run is itself a checkpoint"):
+        CheckpointManager("s3://itself/run/step-00000001", **options)
+    assert [s.problem for s in steps("s3://itself/run", **options)] == [""]
