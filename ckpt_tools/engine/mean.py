@@ -180,7 +180,7 @@ class MeanStore:
         if not dtype.is_castable:
             self._take_last(path, box, into)
             return
-        with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is told later
+        with np.errstate(invalid="ignore", over="ignore"):  # _check_finite tells
             self._sum(path, box, into)
 
     def _sum(self, path: str, box: Box, into: Bytes) -> None:

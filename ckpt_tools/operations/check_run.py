@@ -29,7 +29,7 @@ class RunProblem(NamedTuple):
     Attributes:
         step: the number of the step.
         kind: incomplete, unsealed, damaged, missing, not finite, unchanged, or jump.
-        text: what is wrong.
+        text: the problem, for people.
     """
 
     step: int

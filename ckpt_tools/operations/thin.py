@@ -90,8 +90,9 @@ def thin(
 ) -> ThinResult:
     """Removes optimizer and loader state from all but the newest steps of a run.
 
-    A step that is pinned stays full. So does one with files that no save wrote, and the newest full
-    step that is not known to have NaN or infinity. No job may be saving to the run.
+    A step stays full if it is pinned, if a link leads to it, or if it holds files that no save
+    wrote. So does the newest full step that is not known to have NaN or infinity. The newest full
+    step is read first: a damaged one does not count. No job may be saving to the run.
 
     Args:
         root: directory of the run, a path or a URL.
