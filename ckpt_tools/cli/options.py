@@ -181,8 +181,8 @@ Resume = Annotated[
     typer.Option(
         "--resume",
         help=(
-            "Continue an interrupted run of this command, and keep finished work if this run is"
-            " interrupted."
+            "Continue an interrupted attempt of this command, and keep finished work if this one"
+            " is interrupted."
         ),
     ),
 ]

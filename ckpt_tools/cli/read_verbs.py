@@ -39,9 +39,9 @@ def inspect(
 ) -> None:
     """Show format, world size, tensors, bytes and objects of a checkpoint. Reads only metadata."""
     from ckpt_tools.cli import render
-    from ckpt_tools.operations.inspect import inspect as run
+    from ckpt_tools.operations.inspect import inspect as operation
 
-    report = run(src, parse_storage_options(storage_option), shapes)
+    report = operation(src, parse_storage_options(storage_option), shapes)
     if as_json:
         print(json.dumps(render.report_as_json(report)))
     else:
@@ -91,9 +91,9 @@ def verify(
     byte and rank.
     """
     from ckpt_tools.cli import findings as verdicts
-    from ckpt_tools.operations.verify import verify as run
+    from ckpt_tools.operations.verify import verify as operation
 
-    result = run(
+    result = operation(
         src,
         quick=quick,
         deep=deep,
@@ -172,10 +172,10 @@ def diff(
     merge. Other exit statuses are errors.
     """
     from ckpt_tools.cli import findings as verdicts
-    from ckpt_tools.operations.diff import diff as run
+    from ckpt_tools.operations.diff import diff as operation
 
     options = reading_options(context.obj, jobs, memory, quiet or as_json, storage_option, shapes)
-    result = run(
+    result = operation(
         a,
         b,
         select=select or (),
@@ -206,9 +206,9 @@ def seal(
     It writes nothing else.
     """
     from ckpt_tools.cli import findings as verdicts
-    from ckpt_tools.operations.seal import seal as run
+    from ckpt_tools.operations.seal import seal as operation
 
-    result = run(src, **reading_options(None, jobs, memory, quiet or as_json, storage_option))
+    result = operation(src, **reading_options(None, jobs, memory, quiet or as_json, storage_option))
     if as_json:
         print(json.dumps(json_value(result)))
     elif not quiet:

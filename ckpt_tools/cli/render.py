@@ -301,7 +301,7 @@ def show_transfer(result: TransferResult) -> None:
         f" {count(len(result.files), 'file')}{took}"
     )
     if result.kept_nbytes:
-        print(f"  {format_size(result.kept_nbytes)} of it was there from an earlier run")
+        print(f"  {format_size(result.kept_nbytes)} of it was there from an earlier attempt")
     if result.store_nbytes:
         client = max(0, result.written_nbytes - result.store_nbytes)
         print(

@@ -141,9 +141,9 @@ def plot(
     quiet: Quiet = False,
 ) -> None:
     """Draw a statistic of tensors over the steps of a run that were saved with statistics."""
-    from ckpt_tools.operations.report.plot import plot as run
+    from ckpt_tools.operations.report.plot import plot as operation
 
-    names = run(
+    names = operation(
         root,
         tensor=tensor,
         output=output,

@@ -190,7 +190,7 @@ def prune(
     """
     from ckpt_tools.cli import render
     from ckpt_tools.loop.policy import Retention, refuse_unknown_metric
-    from ckpt_tools.loop.retention import prune_steps as run
+    from ckpt_tools.loop.retention import prune_steps as operation
     from ckpt_tools.publish.destinations import open_root
 
     if (keep_best is None) != (metric is None) or (higher_is_better and metric is None):
@@ -208,7 +208,7 @@ def prune(
     if metric is not None:
         refuse_unknown_metric(where, metric)
     try:
-        result = run(where, rules, dry_run=dry_run, reads=verify)
+        result = operation(where, rules, dry_run=dry_run, reads=verify)
         leftovers = where.remove_leftovers(grace_hours * 3600, dry_run)
     except KeyboardInterrupt as stop:
         stop.args = ("some steps may be removed already: ckpt ls shows the others",)
@@ -307,9 +307,9 @@ def check(
     trained tensors that do not change, and unusual updates. Values are known of steps that were
     saved with statistics. Only --verify reads the data.
     """
-    from ckpt_tools.operations.check_run import check_run as run
+    from ckpt_tools.operations.check_run import check_run as operation
 
-    problems = run(
+    problems = operation(
         root,
         verify=verify,
         every=every,
@@ -342,9 +342,9 @@ def pin(
 
     Neither prune nor a training's retention removes it.
     """
-    from ckpt_tools.loop.retention import pin_step as run
+    from ckpt_tools.loop.retention import pin_step as operation
 
-    is_new = run(step, parse_storage_options(storage_option), remove)
+    is_new = operation(step, parse_storage_options(storage_option), remove)
     if not quiet:
         state = "no longer pinned" if remove else "pinned"
         print(

@@ -89,11 +89,11 @@ def thin(
     steps, and steps with files that no save wrote, stay full. No job may be saving to ROOT. Exit
     status 15 if a step cannot be thinned; it is as it was, and the others are thinned.
     """
-    from ckpt_tools.operations.thin import thin as run
+    from ckpt_tools.operations.thin import thin as operation
 
     check_dtype(dtype)
     try:
-        result = run(
+        result = operation(
             root,
             keep_full,
             keep_every=keep_every,
@@ -128,9 +128,9 @@ def du(
     It reads manifests only.
     """
     from ckpt_tools.cli import render
-    from ckpt_tools.operations.run_bytes import du as run
+    from ckpt_tools.operations.run_bytes import du as operation
 
-    found = run(root, storage_options=parse_storage_options(storage_option))
+    found = operation(root, storage_options=parse_storage_options(storage_option))
     if as_json:
         names = ("model", "optimizer", "other", "reclaimable", "why", "kinds")
         print(

@@ -78,9 +78,9 @@ def stats(
     statistics is not read. Exit status 1 if a value is NaN or infinite.
     """
     from ckpt_tools.cli import statistics
-    from ckpt_tools.operations.stats import stats as run
+    from ckpt_tools.operations.stats import stats as operation
 
-    result = run(
+    result = operation(
         src,
         select=select or (),
         exclude=exclude or (),
@@ -230,13 +230,13 @@ def average(
     result holds the model only. Names and shapes must be the same; tensors that are no
     floating-point numbers must be equal, or come from the last checkpoint, with a note.
     """
-    from ckpt_tools.operations.average import average as run
+    from ckpt_tools.operations.average import average as operation
 
     check_dtype(dtype)
     if len(paths) < 2:
         raise typer.BadParameter("expected checkpoints and what to write", param_hint="SRC... DST")
     *sources, dst = paths
-    result = run(
+    result = operation(
         sources,
         dst,
         to=to,

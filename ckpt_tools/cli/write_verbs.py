@@ -132,7 +132,7 @@ def merge(
     `_fsdp_wrapped_module.`, `_checkpoint_wrapped_module.`, `module.`) are removed from the names.
     The report lists what was removed.
     """
-    from ckpt_tools.operations.merge_reshard import merge as run
+    from ckpt_tools.operations.merge_reshard import merge as operation
 
     check_dtype(dtype)
     options = make_options(
@@ -147,7 +147,7 @@ def merge(
         shapes,
     )
     with _kept(resume):
-        result = run(
+        result = operation(
             src,
             dst,
             select=select or (),
@@ -212,7 +212,7 @@ def reshard(
     split along several dimensions (a 2-D mesh) is split along dim 0. A whole tensor stays whole. If
     one rank saved the source, its tensors are split along dim 0. Objects are copied bit for bit.
     """
-    from ckpt_tools.operations.merge_reshard import reshard as run
+    from ckpt_tools.operations.merge_reshard import reshard as operation
 
     options = make_options(
         context.obj,
@@ -226,7 +226,7 @@ def reshard(
         shapes,
     )
     with _kept(resume):
-        result = run(src, dst, to_ranks=to_ranks, from_ranks=from_ranks, **options)
+        result = operation(src, dst, to_ranks=to_ranks, from_ranks=from_ranks, **options)
     report_transfer(context.obj, result, quiet, as_json)
 
 
@@ -418,7 +418,7 @@ def convert(
     loads `deepspeed-universal` with load_universal. `per-rank` has one file of DTensors per rank,
     from which verl resumes.
     """
-    from ckpt_tools.operations.convert.convert import convert as run
+    from ckpt_tools.operations.convert.convert import convert as operation
 
     check_dtype(dtype)
     options = make_options(
@@ -433,7 +433,7 @@ def convert(
         shapes,
     )
     with _kept(resume):
-        result = run(
+        result = operation(
             src,
             dst,
             to=to,
@@ -479,9 +479,9 @@ def salvage(
 ) -> None:
     """Write the undamaged tensors and objects of a damaged checkpoint, and list the lost ones."""
     from ckpt_tools.cli import findings as verdicts
-    from ckpt_tools.operations.salvage import salvage as run
+    from ckpt_tools.operations.salvage import salvage as operation
 
-    result = run(
+    result = operation(
         src,
         dst,
         **make_options(
@@ -524,18 +524,18 @@ def copy_(
 ) -> None:
     """Copy a checkpoint unchanged: upload, download, or from store to store.
 
-    A second run transfers only files that are missing or have another checksum. The checkpoint is
+    A second copy transfers only files that are missing or have another checksum. The checkpoint is
     visible at DST only when it is complete. Within one S3, the store copies on the server. An
     existing checkpoint is never replaced.
     """
     from ckpt_tools.cli import render
-    from ckpt_tools.operations.copy import copy as run
+    from ckpt_tools.operations.copy import copy as operation
 
     options = make_options(
         context.obj, jobs, memory, False, dry_run, quiet or as_json, storage_option, shapes=shapes
     )
     with _kept(True):
-        result = run(
+        result = operation(
             src,
             dst,
             to_storage_options=(

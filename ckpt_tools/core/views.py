@@ -70,26 +70,26 @@ def take_rows(entry: TensorEntry, rows: Sequence[RowRange], num_rows: int) -> Te
         raise PlanError(f"a tensor without dims has no rows: {printable(entry.fqn)!r}")
     chunks = tuple(
         piece
-        for run in rows
+        for part in rows
         for chunk in entry.chunks
-        for piece in _rows_of(chunk, run, entry.dtype.itemsize)
+        for piece in _rows_of(chunk, part, entry.dtype.itemsize)
     )
     return replace(entry, shape=(num_rows, *entry.shape[1:]), chunks=chunks)
 
 
-def _rows_of(chunk: Chunk, run: RowRange, itemsize: int) -> Iterator[Chunk]:
+def _rows_of(chunk: Chunk, part: RowRange, itemsize: int) -> Iterator[Chunk]:
     low, high = chunk.box.offsets[0], chunk.box.offsets[0] + chunk.box.sizes[0]
-    first = max(0, -(-(low - run.source) // run.step))
-    last = min(run.number, -(-(high - run.source) // run.step))
+    first = max(0, -(-(low - part.source) // part.step))
+    last = min(part.number, -(-(high - part.source) // part.step))
     if first >= last or not chunk.box.numel:
         return
     strides = chunk.extent.strides or row_major_strides(chunk.box.sizes)
     at = Box(
-        (run.source + first * run.step, *chunk.box.offsets[1:]),
+        (part.source + first * part.step, *chunk.box.offsets[1:]),
         (last - first, *chunk.box.sizes[1:]),
     )
-    extent = _view(chunk, at, itemsize, (strides[0] * run.step, *strides[1:]))
-    yield Chunk(Box((run.target + first, *at.offsets[1:]), at.sizes), extent)
+    extent = _view(chunk, at, itemsize, (strides[0] * part.step, *strides[1:]))
+    yield Chunk(Box((part.target + first, *at.offsets[1:]), at.sizes), extent)
 
 
 def stack_rows(fqn: str, entries: Sequence[TensorEntry]) -> TensorEntry:

@@ -57,18 +57,20 @@ def scatter(
     box = box.within(frame)
     sizes = frame.sizes
     if strides is None:
-        box, sizes, itemsize = _join_runs(box, sizes, itemsize)
+        box, sizes, itemsize = _join_contiguous(box, sizes, itemsize)
     view(into, sizes, itemsize)[box.slices()] = view(data, box.sizes, itemsize, strides)
 
 
 def gather(data: Bytes, frame: Box, into: Bytes, box: Box, itemsize: int) -> None:
     """Copies the elements of `box` from `frame` to `into`; both buffers are row-major."""
-    box, sizes, itemsize = _join_runs(box.within(frame), frame.sizes, itemsize)
+    box, sizes, itemsize = _join_contiguous(box.within(frame), frame.sizes, itemsize)
     view(into, box.sizes, itemsize)[...] = view(data, sizes, itemsize)[box.slices()]
 
 
-def _join_runs(box: Box, sizes: tuple[int, ...], itemsize: int) -> tuple[Box, tuple[int, ...], int]:
-    """Merges contiguous elements into wide ones, so that numpy moves whole runs and not elements.
+def _join_contiguous(
+    box: Box, sizes: tuple[int, ...], itemsize: int
+) -> tuple[Box, tuple[int, ...], int]:
+    """Merges contiguous elements into wide ones, so that numpy moves wide values and not elements.
 
     Args:
         box: piece of a row-major array of `sizes`, in its coordinates.
@@ -82,13 +84,13 @@ def _join_runs(box: Box, sizes: tuple[int, ...], itemsize: int) -> tuple[Box, tu
         itemsize *= sizes[ndim]
     offsets, extent, full = box.offsets[:ndim], box.sizes[:ndim], sizes[:ndim]
     if ndim and full[-1] % extent[-1] == 0 and offsets[-1] % extent[-1] == 0:
-        run = extent[-1]
+        joined = extent[-1]
         offsets, extent, full = (
-            (*offsets[:-1], offsets[-1] // run),
+            (*offsets[:-1], offsets[-1] // joined),
             (*extent[:-1], 1),
-            (*full[:-1], full[-1] // run),
+            (*full[:-1], full[-1] // joined),
         )
-        itemsize *= run
+        itemsize *= joined
     return Box(offsets, extent), full, itemsize
 
 

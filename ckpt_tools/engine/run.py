@@ -53,7 +53,7 @@ class BatchResult(NamedTuple):
 
 @dataclass
 class Totals:
-    """The totals of a run.
+    """The totals of some batches.
 
     They are the bytes read, written and copied by a store itself. `overflowed` counts, by tensor,
     the finite values that a cast made infinite.
@@ -65,17 +65,17 @@ class Totals:
     overflowed: dict[str, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def add(self, step: Batch, moved: BatchResult) -> None:
+    def add(self, batch: Batch, moved: BatchResult) -> None:
         """Adds a finished batch."""
         with self.lock:
             self.read_nbytes += moved.read_nbytes
-            self.written_nbytes += sum(w.nbytes for t in step.tiles for w in t.writes)
+            self.written_nbytes += sum(w.nbytes for t in batch.tiles for w in t.writes)
             for fqn, count in moved.overflowed.items():
                 self.overflowed[fqn] = self.overflowed.get(fqn, 0) + count
 
 
-def run(
-    steps: Iterable[Batch],
+def run_batches(
+    batches: Iterable[Batch],
     store: Store,
     sink: Sink,
     jobs: int,
@@ -88,7 +88,7 @@ def run(
     """Moves every batch's tiles from a store into a sink.
 
     Args:
-        steps: batches from `schedule`; taken lazily.
+        batches: batches from `schedule`; taken lazily.
         store: the store to read from.
         sink: receives the values.
         jobs: number of threads.
@@ -103,17 +103,17 @@ def run(
         CheckpointError: the first error of any thread; the others stop before their next batch.
     """
     totals, stop = Totals(), threading.Event()
-    feed = _Feed(steps, store, looks_ahead)
+    feed = _Feed(batches, store, looks_ahead)
 
     def work() -> None:
         worker = _Worker(sink, Reader(store, crc_watch), alter or {})
-        while not stop.is_set() and (step := feed.take()) is not None:
-            moved = worker.do(step)
-            totals.add(step, moved)
+        while not stop.is_set() and (batch := feed.take()) is not None:
+            moved = worker.do(batch)
+            totals.add(batch, moved)
             if note is not None:
                 note(moved)
             if progress is not None:
-                progress(sum(t.dst_nbytes for t in step.tiles))
+                progress(sum(t.dst_nbytes for t in batch.tiles))
 
     with ThreadPoolExecutor(jobs, "ckpt") as pool:
         futures = [pool.submit(work) for _ in range(jobs)]
@@ -129,8 +129,8 @@ def run(
 class _Feed:
     """Hands batches to threads, and tells the store ahead of time what they will read."""
 
-    def __init__(self, steps: Iterable[Batch], store: Store, looks_ahead: bool) -> None:
-        self._steps: Iterator[Batch] = iter(steps)
+    def __init__(self, batches: Iterable[Batch], store: Store, looks_ahead: bool) -> None:
+        self._batches: Iterator[Batch] = iter(batches)
         self._looks_ahead = looks_ahead
         self._store, self._lock = store, threading.Lock()
         self._ahead: deque[Batch] = deque()
@@ -145,23 +145,23 @@ class _Feed:
     def take(self) -> Batch | None:
         with self._lock:
             while self._ahead_nbytes < self._most_nbytes and not self._is_over:
-                step = next(self._steps, None)
-                if step is None:
+                batch = next(self._batches, None)
+                if batch is None:
                     self._is_over = True
                     if self._looks_ahead:
                         self._store.will_read((), is_all=True)
                     break
                 if self._looks_ahead:
                     self._store.will_read(
-                        (r.file, r.start, r.nbytes) for t in step.tiles for r in t.reads
+                        (r.file, r.start, r.nbytes) for t in batch.tiles for r in t.reads
                     )
-                self._ahead.append(step)
-                self._ahead_nbytes += step.read_nbytes + 1
+                self._ahead.append(batch)
+                self._ahead_nbytes += batch.read_nbytes + 1
             if not self._ahead:
                 return None
-            step = self._ahead.popleft()
-            self._ahead_nbytes -= step.read_nbytes + 1
-            return step
+            batch = self._ahead.popleft()
+            self._ahead_nbytes -= batch.read_nbytes + 1
+            return batch
 
 
 class Reader:
@@ -237,39 +237,39 @@ class _Worker:
     def __init__(self, sink: Sink, reader: Reader, alter: Mapping[str, Alter]) -> None:
         self.store, self.sink, self.reader, self._alter = reader.store, sink, reader, alter
 
-    def do(self, step: Batch) -> BatchResult:
+    def do(self, batch: Batch) -> BatchResult:
         """Moves one batch."""
         self.reader.seen = []
-        for tile in step.tiles:
+        for tile in batch.tiles:
             check_filled(tile)
         is_cast = [
             t.tensor.src_dtype is not t.tensor.dst_dtype or t.tensor.fqn in self._alter
-            for t in step.tiles
+            for t in batch.tiles
         ]
-        views = [None if c else self._view(t) for t, c in zip(step.tiles, is_cast, strict=True)]
+        views = [None if c else self._view(t) for t, c in zip(batch.tiles, is_cast, strict=True)]
         rooms = [
-            self.sink.room(t) if v is None else v for t, v in zip(step.tiles, views, strict=True)
+            self.sink.room(t) if v is None else v for t, v in zip(batch.tiles, views, strict=True)
         ]
         own_nbytes = [
-            t.dst_nbytes if r is None else 0 for t, r in zip(step.tiles, rooms, strict=True)
+            t.dst_nbytes if r is None else 0 for t, r in zip(batch.tiles, rooms, strict=True)
         ]
         own = split_buffer(self.reader.room("tiles", sum(own_nbytes)), own_nbytes)
         tiles = [o if r is None else r for o, r in zip(own, rooms, strict=True)]
-        raw_nbytes = [t.src_nbytes if c else 0 for t, c in zip(step.tiles, is_cast, strict=True)]
+        raw_nbytes = [t.src_nbytes if c else 0 for t, c in zip(batch.tiles, is_cast, strict=True)]
         raw = split_buffer(self.reader.room("raw", sum(raw_nbytes)), raw_nbytes)
         stored = [r if c else t for r, t, c in zip(raw, tiles, is_cast, strict=True)]
         read_nbytes = self.reader.fill(
-            [(t, s) for t, s, v in zip(step.tiles, stored, views, strict=True) if v is None]
+            [(t, s) for t, s, v in zip(batch.tiles, stored, views, strict=True) if v is None]
         )
         read_nbytes += sum(len(v) for v in views if v is not None)
         overflowed: dict[str, int] = {}
-        for tile, before, after in zip(step.tiles, stored, tiles, strict=True):
+        for tile, before, after in zip(batch.tiles, stored, tiles, strict=True):
             if before is not after:
                 count = self._cast(tile, before, after)
                 if count:
                     overflowed[tile.tensor.fqn] = overflowed.get(tile.tensor.fqn, 0) + count
         wrote = self.sink.take(
-            step, tiles, self.reader.room("scratch", max(t.dst_nbytes for t in step.tiles))
+            batch, tiles, self.reader.room("scratch", max(t.dst_nbytes for t in batch.tiles))
         )
         return BatchResult(read_nbytes, overflowed, self.reader.seen, wrote)
 

@@ -59,7 +59,7 @@ class Sink(Protocol):
     def room(self, tile: Tile) -> Bytes | None:
         """Returns the memory that may receive the tile's values directly.
 
-        Returns None if the run must use a buffer of its own.
+        Returns None if the engine must use a buffer of its own.
         """
         ...
 
@@ -159,7 +159,7 @@ class WriteSink:
         self._measures, self._before = measures, before
         self.target, self.store, self._name, self._whole = target, store, name, whole or target
         self.fingerprints = Fingerprints()
-        self._runs: dict[str, list[HashedRange]] = {}
+        self._ranges: dict[str, list[HashedRange]] = {}
         self._vouched: dict[str, list[Sequence[HashedRange]]] = {}
         self._pieces: dict[str, HashedRanges] = {name: HashedRanges() for name in target.file_sizes}
         self._with_crc32 = {t.file for t in target.trailers}
@@ -298,7 +298,7 @@ class WriteSink:
             around = [(lit.start, lit.data) for lit in literals.get(name, ())]
             for behind, inside in payloads(trailers.get(name, ()), pieces):
                 cells = cells_of(inside, boxes.get((name, behind[0].slot_start)))
-                self._runs.setdefault(name, []).extend(cells)
+                self._ranges.setdefault(name, []).extend(cells)
                 if not self._is_stream:  # streams have their trailers already
                     crc = join_crc32((p.crc32, p.nbytes) for p in cells or inside)
                     around += [(trailer.start, trailer.render(crc)) for trailer in behind]
@@ -309,12 +309,12 @@ class WriteSink:
         self._finish_writers()
         return checksums
 
-    def runs_of(self, name: str) -> Sequence[HashedRange]:
+    def ranges_of(self, name: str) -> Sequence[HashedRange]:
         """Returns the cells of a finished file's long payloads.
 
         An object store can copy these ranges itself.
         """
-        return self._runs.get(name, ())
+        return self._ranges.get(name, ())
 
     def _long_boxes(self) -> dict[tuple[str, int], Box]:
         """Returns the boxes of slots that may be long enough for cells, by file and start."""

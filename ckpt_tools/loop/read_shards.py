@@ -13,7 +13,7 @@ import torch
 from ckpt_tools.core.catalog import Catalog, TensorEntry
 from ckpt_tools.core.plan import Plan, Slot, Target, plan_transfer
 from ckpt_tools.engine.crc_watch import CrcWatch, compare_positions, read_whole
-from ckpt_tools.engine.run import run
+from ckpt_tools.engine.run import run_batches
 from ckpt_tools.engine.schedule import schedule, tile_bytes
 from ckpt_tools.engine.sinks import FillSink
 from ckpt_tools.formats.registry import Source
@@ -155,7 +155,7 @@ def _read(
         source.store.will_read((file, 0, source.catalog.file_sizes[file]) for file in files)
     steps = schedule(plan, assumed, *tile_bytes(memory_bytes, jobs))
     crc_watch = CrcWatch(read_whole(plan, assumed))
-    report.read_nbytes += run(
+    report.read_nbytes += run_batches(
         steps, source.store, FillSink(memory), jobs, looks_ahead=is_remote, crc_watch=crc_watch
     ).read_nbytes
     real = source.compare(used.values(), assumed)
@@ -164,7 +164,7 @@ def _read(
     if wrong:
         again = replace(plan, tensors=tuple(t for t in plan.tensors if t.fqn in wrong))
         late = CrcWatch(read_whole(again, real.found))
-        run(
+        run_batches(
             schedule(again, real.found, *tile_bytes(memory_bytes, jobs)),
             source.store,
             FillSink(memory),

@@ -153,7 +153,7 @@ def retain(
 ) -> bool:
     """Prunes during training, logs the result, and returns whether it was possible.
 
-    It reads no step: this run has just written the newest one and compared its bytes.
+    It reads no step: this job has just written the newest one and compared its bytes.
 
     Args:
         root, rules, kept, passed: as for `prune_steps`.

@@ -24,7 +24,7 @@ from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.core.plan import Plan, Slot, Target, plan_transfer
 from ckpt_tools.engine.crc_watch import CrcWatch, RangeCrcs, is_watched
 from ckpt_tools.engine.kernels import Bytes, gather, scatter
-from ckpt_tools.engine.run import Totals, run
+from ckpt_tools.engine.run import Totals, run_batches
 from ckpt_tools.engine.schedule import Batch, Tile, schedule, tile_bytes
 from ckpt_tools.engine.sinks import FillSink, empty_bytes
 from ckpt_tools.errors import CheckpointError, FormatError, IntegrityError
@@ -176,7 +176,7 @@ class _Reading:
         )
         self._thread = ThreadPoolExecutor(1, "ckpt-together")
         self._future = self._thread.submit(
-            run, steps, source.store, self.sink, jobs, crc_watch=self._crc_watch
+            run_batches, steps, source.store, self.sink, jobs, crc_watch=self._crc_watch
         )
 
     def get(self, number: int) -> Bytes:

@@ -16,7 +16,7 @@ from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.laps import Laps
 from ckpt_tools.core.plan import Literal, Slot, Target, plan_transfer
-from ckpt_tools.engine.run import run
+from ckpt_tools.engine.run import run_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Batch, schedule, tile_bytes
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.engine.statistics import Moments
@@ -59,7 +59,7 @@ class RankFile(NamedTuple):
 
     Attributes:
         nbytes, crc64: of the file.
-        runs: (start, bytes, CRC-64, CRC-32) of the cells of long shards.
+        ranges: (start, bytes, CRC-64, CRC-32) of the cells of long shards.
         objects: (start, bytes) of each object.
         shares: the rank's share of each tensor's fingerprint. The commit does not need it.
         moments: the statistics of the rank's part of each tensor; empty if they are not wanted.
@@ -68,7 +68,7 @@ class RankFile(NamedTuple):
 
     nbytes: int
     crc64: int
-    runs: tuple[tuple[int, int, int, int], ...]
+    ranges: tuple[tuple[int, int, int, int], ...]
     objects: tuple[tuple[int, int], ...]
     shares: Mapping[str, int]
     moments: Mapping[str, Moments] = {}
@@ -150,7 +150,7 @@ def write_part(
     laps = Laps()
     try:
         sink.open()
-        run(
+        run_batches(
             plan.steps,
             MemoryStore({str(number): view for number, view in enumerate(memory)}),
             sink,
@@ -163,9 +163,9 @@ def write_part(
     staged.sync()
     laps.lap("fsync")
     shares = {fqn: sink.fingerprints.share_of(fqn) for fqn in plan.target.slots}
-    runs = tuple(sink.runs_of(name))
+    ranges = tuple(sink.ranges_of(name))
     return RankFile(
-        nbytes, checksums[name], runs, tuple(places), shares, sink.moments, laps.seconds
+        nbytes, checksums[name], ranges, tuple(places), shares, sink.moments, laps.seconds
     )
 
 
@@ -212,7 +212,7 @@ def describe(
                 f"a file is not what its rank wrote: expected {part.nbytes} bytes, got"
                 f" {found.get(name, 0)} ({name})"
             )
-        files[name] = seal_file(part.nbytes, part.crc64, part.runs)
+        files[name] = seal_file(part.nbytes, part.crc64, part.ranges)
     return Manifest.now(
         staged.attempt,
         "save",

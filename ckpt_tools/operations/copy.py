@@ -20,7 +20,7 @@ from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Literal, plan_files
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.crc_watch import RecordCrcWatch
-from ckpt_tools.engine.run import run
+from ckpt_tools.engine.run import run_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, tile_bytes
 from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable, redacted
 from ckpt_tools.formats.base import LOCK, MANIFEST, attempt_of, note_of
@@ -86,7 +86,7 @@ def copy(
 ) -> CopyResult:
     """Copies a checkpoint unchanged.
 
-    A second run transfers files that are missing or differ. The checkpoint is visible only when it
+    A second copy transfers files that are missing or differ. The checkpoint is visible only when it
     is complete.
 
     Args:
@@ -486,7 +486,7 @@ class _Work:
             open_files(sink, group)
             steps = batches_for(division.plan, {}, tiles, staged.writable, division.share)
             with group.phase("copy"):
-                run(steps, self.source.store, sink, jobs, advance, crc_watch=crc_watch)
+                run_batches(steps, self.source.store, sink, jobs, advance, crc_watch=crc_watch)
             told = collect(sink, group, crc_watch.hand_over({}))
             with group.phase("prove"):
                 for parts in told:

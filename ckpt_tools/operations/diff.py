@@ -25,7 +25,7 @@ from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.plan import plan_values
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.compare import CompareSink, Tally
-from ckpt_tools.engine.run import run
+from ckpt_tools.engine.run import run_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
 from ckpt_tools.errors import FormatError, PlanError, printable, redacted
 from ckpt_tools.formats.registry import Source, open_source
@@ -303,7 +303,9 @@ def _compare(
                 b.store, plan_values(theirs), b.format.locate(b.store, theirs), atol, rtol, is_full
             )
             steps = schedule(plan, a.format.locate(a.store, mine), *tiles, share)
-            run(sink.pair(steps), a.store, sink, jobs, lambda nbytes: advance(nbytes * group.size))
+            run_batches(
+                sink.pair(steps), a.store, sink, jobs, lambda nbytes: advance(nbytes * group.size)
+            )
         return join_tallies(group.all_gather(sink.tallies, "gather differences"))
 
     tallies = go(pairs, is_full=False)

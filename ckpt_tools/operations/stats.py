@@ -12,7 +12,7 @@ from ckpt_tools.core.plan import plan_values
 from ckpt_tools.core.statistics import TensorStatistics
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
-from ckpt_tools.engine.run import run
+from ckpt_tools.engine.run import run_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
 from ckpt_tools.engine.statistics import SHORT_TYPES, StatisticsSink
 from ckpt_tools.errors import PlanError, redacted
@@ -159,7 +159,7 @@ def _measure(
         located = source.format.locate(source.store, mine)
         watched = read_whole(plan_values(t for t in mine if t.fqn not in prints), located)
         watch = CrcWatch(watched)
-        run(
+        run_batches(
             schedule(plan, located, *tiles, share),
             source.store,
             sink,

@@ -15,7 +15,7 @@ from ckpt_tools.core.checksum import crc32, hex64
 from ckpt_tools.core.coverage import flaws
 from ckpt_tools.core.plan import plan_objects, plan_values
 from ckpt_tools.core.threads import num_threads
-from ckpt_tools.engine.run import run
+from ckpt_tools.engine.run import run_batches
 from ckpt_tools.engine.scan import Finding, ScanSink
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
 from ckpt_tools.engine.sinks import Checksum, HashSink
@@ -513,7 +513,7 @@ class Verification:
         with self._bar("scan", sum(t.nbytes for t in tensors)) as advance, group.phase("scan"):
             located = self.format.locate(self.store, [t for t in tensors if t.fqn in taken])
             steps = schedule(plan, located, *tile_bytes(self._memory, self._jobs), share)
-            run(steps, self.store, sink, self._jobs, self._scaled(advance))
+            run_batches(steps, self.store, sink, self._jobs, self._scaled(advance))
         sink.share(group)
         return sink.findings(tensors)
 

@@ -9,7 +9,7 @@ from ckpt_tools.core.catalog import Extent
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Plan, plan_files
 from ckpt_tools.core.threads import num_threads
-from ckpt_tools.engine.run import run
+from ckpt_tools.engine.run import run_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, shares, tile_bytes
 from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import CheckpointError, StorageError, printable
@@ -128,7 +128,7 @@ def run_shared(
     to all.
     """
     with group.phase("read"):
-        run(
+        run_batches(
             schedule(plan, located, *tiles, shares(plan, group.size)[group.rank]),
             store,
             sink,

@@ -23,7 +23,7 @@ def try_lock(fd: int) -> bool | None:
 
     Returns False if another process holds the lock, and None if the file system has no locks.
 
-    Lustre is often mounted without locks. No attempt is taken for dead then: what a killed run
+    Lustre is often mounted without locks. No attempt is taken for dead then: what a killed process
     leaves stays.
     """
     was_held = fd in _held

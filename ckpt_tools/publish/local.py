@@ -281,8 +281,8 @@ def _inherit(old: Path, path: Path) -> int:
 def _lock(path: Path) -> int:
     """Opens and locks a directory; returns -1 where another holds it, or has removed it.
 
-    Between its making and its locking another run may take it for a dead one's, and remove it: then
-    it is made again.
+    Between its making and its locking another process may take it for a dead one's, and remove it.
+    Then it is made again.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -360,7 +360,7 @@ def _unheld(parent: Path, prefix: str, name: str) -> Iterator[Path]:
             continue
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:  # another run was faster
+        except FileNotFoundError:  # another process was faster
             continue
         try:
             if try_lock(fd):
@@ -382,7 +382,7 @@ def _is_made_here(path: Path) -> bool:
         if stat.S_IMODE(found.st_mode) & 0o777 == _PRIVATE:
             return True
         names = [name for _, _, files in os.walk(path) for name in files]
-    except FileNotFoundError:  # another run was faster
+    except FileNotFoundError:  # another process was faster
         return False
     return any(note_of(name) == (MANIFEST, "") for name in names) or all(
         is_ours(name) or name == PIN for name in names

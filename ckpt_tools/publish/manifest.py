@@ -43,7 +43,7 @@ class SealedFile(NamedTuple):
 
     nbytes: int
     crc64nvme: str
-    runs: tuple[SealedRange, ...] = ()
+    ranges: tuple[SealedRange, ...] = ()
 
 
 class SealedTensor(NamedTuple):
@@ -132,7 +132,11 @@ def _table(entries: Mapping[str, SealedFile | SealedTensor]) -> str:
 
 
 def _fields(entry: SealedFile | SealedTensor) -> dict[str, Any]:
-    values = {key: value for key, value in entry._asdict().items() if value or key not in _OPTIONAL}
+    values = {
+        _KEYS.get(key, key): value
+        for key, value in entry._asdict().items()
+        if value or key not in _OPTIONAL
+    }
     if "statistics" in values:
         values["statistics"] = values["statistics"].packed()
     return values
@@ -149,7 +153,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "world_size": (int, type(None)),
     "step": (int, type(None)),
 }
-_OPTIONAL = ("runs", "statistics")  # absent rather than empty
+_OPTIONAL = ("ranges", "statistics")  # absent rather than empty
+_KEYS = {"ranges": "runs"}  # in the text, if it differs from the field
 _TABLES = ("metrics", "timing")  # so are these
 _HEX = re.compile(r"[0-9a-f]+")
 _ATTEMPT = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
@@ -288,22 +293,22 @@ def _sealed(entry: Mapping[str, Any]) -> SealedFile:
     if type(entry["nbytes"]) is not int or entry["nbytes"] < 0:
         raise ValueError(f"nbytes is {entry['nbytes']!r}")
     # for a few days they had no CRC-32
-    runs = [run for run in entry.get("runs", ()) if len(run) != 3]
+    ranges = [found for found in entry.get("runs", ()) if len(found) != 3]
     return SealedFile(
         entry["nbytes"],
         _hex(entry["crc64nvme"]),
-        tuple(_sealed_range(run, entry["nbytes"]) for run in runs),
+        tuple(_sealed_range(found, entry["nbytes"]) for found in ranges),
     )
 
 
-def _sealed_range(run: Sequence[Any], file_nbytes: int) -> SealedRange:
-    start, nbytes, crc64, crc32 = run
+def _sealed_range(found: Sequence[Any], file_nbytes: int) -> SealedRange:
+    start, nbytes, crc64, crc32 = found
     if (
         type(start) is not int
         or type(nbytes) is not int
         or not 0 <= start < start + nbytes <= file_nbytes
     ):
-        raise ValueError(f"a run is {run!r} of a file of {file_nbytes} bytes")
+        raise ValueError(f"a range is {found!r} of a file of {file_nbytes} bytes")
     return SealedRange(start, nbytes, _hex(crc64), _hex(crc32, 8))
 
 
@@ -330,19 +335,19 @@ def _hex(value: object, digits: int = 16) -> str:
     return value
 
 
-def seal_file(nbytes: int, crc64: int, runs: Iterable[tuple[int, int, int, int]]) -> SealedFile:
+def seal_file(nbytes: int, crc64: int, ranges: Iterable[tuple[int, int, int, int]]) -> SealedFile:
     """Returns the entry of a file.
 
     Args:
         nbytes, crc64: of the file.
-        runs: (start, bytes, CRC-64, CRC-32) of the cells of its long payloads.
+        ranges: (start, bytes, CRC-64, CRC-32) of the cells of its long payloads.
     """
     return SealedFile(
         nbytes,
         hex64(crc64),
         tuple(
             SealedRange(start, length, hex64(crc), f"{crc32:08x}")
-            for start, length, crc, crc32 in runs
+            for start, length, crc, crc32 in ranges
         ),
     )
 

@@ -42,8 +42,8 @@ class Options(Reading, total=False):
     Attributes:
         overwrite: replace a checkpoint at the destination, once the new one is complete.
         dry_run: only plan, and write nothing.
-        resume: continue an earlier, interrupted run of the same operation, and keep what this run
-            finishes if it is interrupted too. On a disk or in S3; `copy` always does so.
+        resume: continue an earlier, interrupted attempt of the same operation, and keep what this
+            one finishes if it is interrupted too. On a disk or in S3; `copy` always does so.
     """
 
     overwrite: bool

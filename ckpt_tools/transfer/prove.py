@@ -10,7 +10,7 @@ from ckpt_tools.core.catalog import Catalog, Chunk, Extent
 from ckpt_tools.core.checksum import crc32, hex64
 from ckpt_tools.core.coverage import replicas
 from ckpt_tools.core.plan import Plan, Slot, Target, TensorPlan, plan_copies
-from ckpt_tools.engine.run import run
+from ckpt_tools.engine.run import run_batches
 from ckpt_tools.engine.schedule import schedule
 from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import IntegrityError, printable
@@ -174,7 +174,7 @@ def _prove_replicas(
     if not probes:
         return
     sink = HashSink()
-    run(
+    run_batches(
         schedule(Plan(tuple(probes), Target("", {}, {})), located, *tiles), source.store, sink, jobs
     )
     prints = sink.fingerprints.join()

@@ -25,7 +25,7 @@ class TransferResult:
             and a target chunk.
         read_nbytes, written_nbytes, needed_nbytes: bytes read, written, and of the elements that
             were needed.
-        kept_nbytes: bytes of those written that an earlier, interrupted run had written already.
+        kept_nbytes: bytes of those written that an earlier, interrupted attempt had written.
         store_nbytes: bytes of those written that an object store copied by itself, without their
             passing through this process.
         bytes_by_dtype: bytes written, by element type.

@@ -129,8 +129,8 @@ class Resume:
         found = next((n for n in range(jobs, 0, -1) if tile_bytes(budget, n)[1] >= tiles[1]), 0)
         if not found:
             raise PlanError(
-                f"the interrupted run had larger buffers: expected at least {tiles[1] * 3} bytes of"
-                f" memory, got {budget}",
+                f"the interrupted attempt had larger buffers: expected at least {tiles[1] * 3}"
+                f" bytes of memory, got {budget}",
                 hint=f"--memory {-(-tiles[1] * 3 >> 20)}MiB, or begin again without --resume",
             )
         return tiles, found

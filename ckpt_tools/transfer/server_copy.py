@@ -189,7 +189,7 @@ class _Slots:
             located,
         )
         self._cells = {
-            file: sorted(sealed.runs) for file, sealed in manifest.files.items() if sealed.runs
+            file: sorted(sealed.ranges) for file, sealed in manifest.files.items() if sealed.ranges
         }
 
     def ranges(self, tensor: TensorPlan) -> Iterator[tuple[Slot, list[CopyRange]]]:

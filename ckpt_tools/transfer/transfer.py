@@ -20,7 +20,7 @@ from ckpt_tools.core.coverage import replicas
 from ckpt_tools.core.plan import Literal, Plan, plan_transfer
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
-from ckpt_tools.engine.run import Alter, Totals, run
+from ckpt_tools.engine.run import Alter, Totals, run_batches
 from ckpt_tools.engine.schedule import (
     ALL,
     DEFAULT_MEMORY_BYTES,
@@ -303,7 +303,7 @@ class Transfer:
 
     def _run(self, batches: Iterator[Batch], sink: WriteSink, attempt: Attempt) -> None:
         with self.resume.forgotten_if_wrong(attempt):
-            done = run(
+            done = run_batches(
                 batches,
                 self.source.store,
                 sink,
@@ -395,7 +395,7 @@ class Transfer:
             return
         assert sink is not None
         files = {
-            name: seal_file(nbytes, self.checksums[name], sink.runs_of(name))
+            name: seal_file(nbytes, self.checksums[name], sink.ranges_of(name))
             for name, nbytes in self.target.file_sizes.items()
         }
         manifest = self._manifest(files, seal_tensors(self.plan, self.fingerprints))
@@ -452,7 +452,7 @@ class Transfer:
             self.totals = Totals(read_nbytes(self.plan, *self.tiles))
         elif self.resume.is_done:
             kept = sum(bytes_by_dtype(self.plan).values())
-            self.notes.append("it is there since an earlier run; nothing was done")
+            self.notes.append("it is there since an earlier attempt; nothing was done")
         return replace(
             result_of(self.source, self.dst, self.plan, self.totals, kept),
             left_out=self.request.left_out,

@@ -470,7 +470,7 @@ def test_a_forged_manifest_does_not_have_a_user_s_files_deleted(tmp_path: Path) 
     manifest = ckpt_tools.publish.manifest.parse_manifest(path.read_bytes(), "m")
     forged = {
         **manifest.files,
-        "thesis.docx": manifest.files["__0_0.distcp"]._replace(nbytes=13, runs=()),
+        "thesis.docx": manifest.files["__0_0.distcp"]._replace(nbytes=13, ranges=()),
     }
     path.write_bytes(
         ckpt_tools.publish.manifest.Manifest(

@@ -146,7 +146,7 @@ def test_what_is_kept_and_what_not(source: Path, tmp_path: Path) -> None:
     interrupt([*words, "--resume"], tmp_path, 0.8, signal.SIGTERM)
     assert len(journals(tmp_path)) == 2 and not (tmp_path / "out").exists()
     done = ckpt([*words, "--resume"])
-    assert "was there from an earlier run" in done.stdout
+    assert "was there from an earlier attempt" in done.stdout
     assert (
         ckpt_tools.diff(source / "src", tmp_path / "out").is_same
         and ckpt_tools.verify(tmp_path / "out").problems == []
@@ -248,7 +248,7 @@ def test_what_is_complete_is_left_as_it_is(out: str, source: Path, tmp_path: Pat
         for path in tmp_path.rglob("*")
     }
     done = ckpt(two)
-    assert "it is there since an earlier run; nothing was done" in done.stdout
+    assert "it is there since an earlier attempt; nothing was done" in done.stdout
     assert {
         path: (path.stat().st_ino, path.stat().st_mtime_ns, path.stat().st_size)
         for path in tmp_path.rglob("*")

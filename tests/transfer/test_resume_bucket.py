@@ -144,7 +144,7 @@ def test_a_killed_merge_goes_on_and_sends_nothing_twice(server: Server, source: 
     )
     again = resumed(words)
     assert (
-        again["notes"] == ["it is there since an earlier run; nothing was done"]
+        again["notes"] == ["it is there since an earlier attempt; nothing was done"]
         and again["read_nbytes"] == 0
     )
 

@@ -203,7 +203,7 @@ def test_without_checksums_of_pieces_a_reshard_passes_through(
     ckpt_tools.copy(eight, "s3://earlier/eight", **options)
     sealed = find_manifest(LocalStore(eight))
     assert sealed is not None
-    files = {name: entry._replace(runs=()) for name, entry in sealed.files.items()}
+    files = {name: entry._replace(ranges=()) for name, entry in sealed.files.items()}
     name = next(n for n in fs.find("earlier/eight") if "ckpt.manifest" in n)
     fs.pipe(name, replace(sealed, files=files).render())
     result = ckpt_tools.reshard("s3://earlier/eight", "s3://earlier/two", to_ranks=2, **options)

@@ -544,7 +544,7 @@ def lay_out(request: Request) -> Target:
             tensor.dtype.name, tensor.shape, [b for b in tensor.boxes if b is not None]
         )
     used = [f for f in files if f.nbytes]
-    # derived from the layout, so that a second run gives the same bytes
+    # derived from the layout, so that a second attempt gives the same bytes
     save_id = str(uuid.uuid5(uuid.NAMESPACE_OID, repr([(f.name, f.nbytes) for f in used])))
     return Target(
         NAME,

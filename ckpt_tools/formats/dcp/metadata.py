@@ -38,7 +38,7 @@ class ItemLocation(NamedTuple):
     nbytes: int
 
 
-class ColumnRun(NamedTuple):
+class ColumnRange(NamedTuple):
     """A placeholder for chunks, or for entries of the dict of places, that were read as arrays.
 
     See `metadata_columns`.
@@ -115,21 +115,21 @@ def _globals() -> tuple[dict[tuple[str, str], Any], dict[str, type]]:
     return allowed, stubs
 
 
-def parse_metadata(data: bytes, where: str, runs: Sequence[ColumnRun] = ()) -> Metadata:
+def parse_metadata(data: bytes, where: str, ranges: Sequence[ColumnRange] = ()) -> Metadata:
     """Returns the contents of a `.metadata` pickle, checked value by value.
 
     Args:
         data: the pickle.
         where: names the pickle in messages.
-        runs: the placeholders for its persistent ids. In the boxes of tensors they are kept; in the
-            places they are left out.
+        ranges: the placeholders for its persistent ids. In the boxes of tensors they are kept; in
+            the places they are left out.
 
     Raises:
         UnsafePickleError: the pickle names a global that DCP's metadata does not need.
         FormatError: it is malformed, or not DCP metadata.
     """
     allowed, stubs = _globals()
-    root = load_pickle(data, allowed, where, runs.__getitem__ if runs else None)
+    root = load_pickle(data, allowed, where, ranges.__getitem__ if ranges else None)
     read = _Reader(where, stubs)
     read.expect(root, "Metadata")
     result = Metadata()
@@ -211,7 +211,7 @@ class _Reader:
         boxes: list[Any] = []
         chunk_type, ints = self.stubs["ChunkStorageMetadata"], self.ints
         for chunk in chunks:
-            if type(chunk) is ColumnRun and not chunk.is_places:
+            if type(chunk) is ColumnRange and not chunk.is_places:
                 boxes.append(chunk)
                 continue
             if not isinstance(chunk, chunk_type):
@@ -232,7 +232,7 @@ class _Reader:
             raise self.fail("a dict at storage_data", table)
         index_type, info_type = self.stubs["MetadataIndex"], self.stubs["_StorageInfo"]
         for index, info in table.items():
-            if type(index) is ColumnRun and index.is_places and info is None:
+            if type(index) is ColumnRange and index.is_places and info is None:
                 continue
             if not isinstance(index, index_type) or not isinstance(info, info_type):
                 raise self.fail("a MetadataIndex and a _StorageInfo", index)

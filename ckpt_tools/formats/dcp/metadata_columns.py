@@ -1,8 +1,9 @@
 """Reads a `.metadata` of very many chunks as arrays, much faster than `metadata` does.
 
-It also needs much less memory. Chunks in a list and places in a dict stand in runs. `pickle_runs`
-turns these runs into columns. The rest goes through `metadata`, with placeholders that show which
-tensor each run belongs to. An irregular file is left to `metadata`, which also reports its errors.
+It also needs much less memory. Chunks in a list and places in a dict stand side by side.
+`pickle_columns` turns such stretches into columns. The rest goes through `metadata`, with
+placeholders that show which tensor each stretch belongs to. An irregular file is left to
+`metadata`, which also reports its errors.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from ckpt_tools.errors import FormatError
 from ckpt_tools.formats.dcp.metadata import (
     FILESYSTEM,
     METADATA,
-    ColumnRun,
+    ColumnRange,
     ItemLocation,
     Metadata,
     parse_metadata,
 )
-from ckpt_tools.formats.dcp.pickle_runs import (
+from ckpt_tools.formats.dcp.pickle_columns import (
     Argument,
     Ints,
     IrregularPickle,
@@ -46,7 +47,7 @@ _CHUNK, _INDEX, _INFO = (
 _CLASSES = (_CHUNK, _INDEX, _INFO)
 _MAX_KEY = 1 << 62
 _MAX_DIMS = 16
-_LEAST = 4  # objects of a run; shorter runs stay in the rest
+_LEAST = 4  # objects of a stretch; shorter ones stay in the rest
 
 
 def read_bulk(data: bytes, where: str) -> tuple[Metadata, dict[str, ArrayChunkTable]] | None:
@@ -60,15 +61,15 @@ def read_bulk(data: bytes, where: str) -> tuple[Metadata, dict[str, ArrayChunkTa
     try:
         plain = unframed(data)
         del data
-        found = _Runs()
+        found = _Stretches()
         rest = Remainder(plain)
         for window in windows(plain, rest):
             found.take(window, rest)
         small = rest.finish()
-        if not found.runs:
+        if not found.ranges:
             return None
         del plain, rest
-        metadata = parse_metadata(small, where, found.runs)
+        metadata = parse_metadata(small, where, found.ranges)
         return metadata, _join(metadata, found)
     except (IrregularPickle, FormatError):
         return None
@@ -98,11 +99,11 @@ class _Columns:
         return np.concatenate(parts)
 
 
-class _Runs:
-    """All runs of a pickle. The number of a run is its persistent id."""
+class _Stretches:
+    """All stretches of a pickle. The number of a stretch is its persistent id."""
 
     def __init__(self) -> None:
-        self.runs: list[ColumnRun] = []
+        self.ranges: list[ColumnRange] = []
         self.chunks = _Columns("ndim", "offsets", "sizes")
         self.places = _Columns("ndim", "offsets", "fqn", "file", "start", "nbytes")
         self.strings: dict[str, int] = {}
@@ -111,11 +112,11 @@ class _Runs:
         self._texts: list[tuple[Ints, Ints]] = []
 
     def take(self, window: ObjectWindow, rest: Remainder) -> None:
-        """Takes the runs of a window out of the rest."""
+        """Takes the stretches of a window out of the rest."""
         bases: Ints = np.zeros(len(window.starts), np.int64)
         chunks, indices = [], []
         memos = np.concatenate([[0], np.cumsum(window.num_memos)])
-        for first, last in window.runs():
+        for first, last in window.stretches():
             rest.walk(int(window.starts[first]))
             if _class(window, first, rest) == _INFO:  # its index is not a regular object
                 rest.walk(int(window.ends[first]))
@@ -127,18 +128,18 @@ class _Runs:
             last -= kind == _INDEX and (last - first) % 2
             bases[first:last] = rest.num_memos + memos[first:last] - memos[first]
             if kind == _CHUNK:
-                run = ColumnRun(self._num_chunks, self._num_chunks + last - first)
-                self._num_chunks = run.stop
+                one = ColumnRange(self._num_chunks, self._num_chunks + last - first)
+                self._num_chunks = one.stop
                 chunks.append((first, last))
             else:
-                run = ColumnRun(
+                one = ColumnRange(
                     self._num_places, self._num_places + (last - first) // 2, is_places=True
                 )
-                self._num_places = run.stop
+                self._num_places = one.stop
                 indices.append((first, last))
-            by = b"J" + struct.pack("<i", len(self.runs)) + (b"QN" if run.is_places else b"Q")
+            by = b"J" + struct.pack("<i", len(self.ranges)) + (b"QN" if one.is_places else b"Q")
             rest.replace(int(window.ends[last - 1]), int(memos[last] - memos[first]), by)
-            self.runs.append(run)
+            self.ranges.append(one)
         self._extract(window, rest.names, bases, _ranges(chunks, 1), _ranges(indices, 2))
 
     def _extract(
@@ -369,7 +370,7 @@ def _keys(shapes: Sequence[tuple[int, ...]]) -> _Keys:
     return _Keys(bases, strides, table, np.array([len(s) for s in shapes], np.int64))
 
 
-def _join(metadata: Metadata, found: _Runs) -> dict[str, ArrayChunkTable]:
+def _join(metadata: Metadata, found: _Stretches) -> dict[str, ArrayChunkTable]:
     """Returns the chunks of every tensor, each with its place.
 
     Raises:
@@ -415,14 +416,14 @@ def _join(metadata: Metadata, found: _Runs) -> dict[str, ArrayChunkTable]:
 
 
 def _all_places(
-    found: _Runs,
+    found: _Stretches,
     keys: _Keys,
     tensor_of: Mapping[str, int],
     single: Sequence[Any],
     files: dict[str, int],
     metadata: Metadata,
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """Returns keys, files, starts and lengths of all places, including those outside of runs.
+    """Returns keys, files, starts and lengths of all places, including those outside of stretches.
 
     The places of objects go to `metadata`.
     """
@@ -475,7 +476,7 @@ def _all_places(
 
 
 def _all_chunks(
-    found: _Runs, fqns: Sequence[str], metadata: Metadata
+    found: _Stretches, fqns: Sequence[str], metadata: Metadata
 ) -> tuple[Ints, Ints, Ints, Ints, list[int]]:
     """Returns tensor, offsets, sizes and dims of all chunks, and the number of chunks per tensor.
 
@@ -496,7 +497,7 @@ def _all_chunks(
     for fqn in fqns:
         count = 0
         for part in metadata.tensors[fqn].boxes:
-            if isinstance(part, ColumnRun):
+            if isinstance(part, ColumnRange):
                 rows = slice(part.start, part.stop)
                 blocks.append((offsets[rows], sizes[rows], ndim[rows]))
             else:

@@ -110,7 +110,7 @@ class FlatVectors:
 
     def __init__(self, dtype: DType) -> None:
         self.dtype = dtype
-        self._runs: list[list[TensorSpan]] = []
+        self._spans: list[list[TensorSpan]] = []
 
     def add(self, rank: int, start: int, view: TensorView, file: OpenedFile) -> None:
         """Adds a range of a rank's vector.
@@ -120,9 +120,9 @@ class FlatVectors:
         """
         if view.dtype != self.dtype or len(view.sizes) != 1 or view.strides != (1,):
             raise Malformed("a partition is not a vector of the type of the others")
-        while len(self._runs) <= rank:
-            self._runs.append([])
-        self._runs[rank].append(TensorSpan(start, view, file))
+        while len(self._spans) <= rank:
+            self._spans.append([])
+        self._spans[rank].append(TensorSpan(start, view, file))
 
     def chunks(
         self, rank: int, start: int, shape: Sequence[int], first: int, stop: int, fqn: str
@@ -131,14 +131,14 @@ class FlatVectors:
 
         They begin at `start` in a rank's vector.
         """
-        if rank >= len(self._runs):
+        if rank >= len(self._spans):
             return
-        for run in self._runs[rank]:
-            low, high = max(start, run.start), min(start + stop - first, run.start + run.numel)
+        for span in self._spans[rank]:
+            low, high = max(start, span.start), min(start + stop - first, span.start + span.numel)
             if low >= high:
                 continue
-            extent = run.file.extent(run.view, fqn)
-            at = extent.start + (low - run.start) * self.dtype.itemsize
+            extent = span.file.extent(span.view, fqn)
+            at = extent.start + (low - span.start) * self.dtype.itemsize
             for box in flat_range_boxes(shape, first + low - start, first + high - start):
                 nbytes = box.numel * self.dtype.itemsize
                 yield Chunk(box, Extent(extent.file, at, nbytes, RAW))
@@ -513,9 +513,9 @@ def _flat(views: Sequence[Any], files: Sequence[OpenedFile], size: int) -> FlatV
 def _flats(views: Sequence[Sequence[Any]], files: Sequence[OpenedFile]) -> FlatVectors:
     """Returns a quantity with several consecutive ranges per rank."""
     flat = FlatVectors(views[0][0].dtype)
-    for rank, (runs, file) in enumerate(zip(views, files, strict=True)):
+    for rank, (mine, file) in enumerate(zip(views, files, strict=True)):
         start = 0
-        for view in runs:
+        for view in mine:
             flat.add(rank, start, view, file)
             start += math.prod(view.sizes)
     return flat

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpt_tools.core.catalog import Catalog, TensorEntry
 from ckpt_tools.core.plan import plan_values
-from ckpt_tools.engine.run import run
+from ckpt_tools.engine.run import run_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
 from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable
@@ -218,7 +218,7 @@ def _are_equal(source: Source, a: TensorEntry, b: TensorEntry) -> bool:
     if a.chunks == b.chunks:
         return True
     both, sink = [replace(a, fqn="a"), replace(b, fqn="b")], HashSink()
-    run(
+    run_batches(
         schedule(
             plan_values(both),
             source.format.locate(source.store, both),

@@ -1,9 +1,9 @@
 """Reads the millions of similar objects in a pickle as arrays, by the opcodes they share.
 
 Two objects with the same opcodes have their arguments at the same positions. The pickle is
-therefore cut in two. Runs of such objects become numpy columns of arguments. The small rest is a
-pickle for the ordinary reader, with a persistent id in place of each run. Anything irregular raises
-`IrregularPickle`, and the caller then reads all of it in the ordinary way.
+therefore cut in two. Stretches of such objects become numpy columns of arguments. The small rest is
+a pickle for the ordinary reader, with a persistent id in place of each stretch. Anything irregular
+raises `IrregularPickle`, and the caller then reads all of it in the ordinary way.
 
 Source: CPython's `pickletools` and `_pickle.c` (frames, batches, MEMOIZE).
 """
@@ -289,15 +289,15 @@ class ObjectWindow:
                 self.kinds.append(ShapeGroup(shape, numbers[fits], rows[fits]))
                 numbers, rows = numbers[~fits], rows[~fits]
 
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """Yields runs of objects with nothing between them, as first and last + 1."""
+    def stretches(self) -> Iterator[tuple[int, int]]:
+        """Yields stretches of objects with nothing between them, as first and last + 1."""
         cuts = np.flatnonzero(self.starts[1:] != self.ends[:-1]) + 1
         edges = [0, *cuts.tolist(), len(self.starts)] if len(self.starts) else []
         yield from pairwise(edges)
 
 
 class Remainder:
-    """A pickle without its runs.
+    """A pickle without its stretches.
 
     It also has the contents of the memo, by the original's indices.
     """
@@ -371,7 +371,7 @@ class Remainder:
         index = int.from_bytes(token[1:], "little")
         stretch = bisect_right(self._firsts, index) - 1
         if index >= self._lasts[stretch]:
-            raise IrregularPickle  # the reference points into a run
+            raise IrregularPickle  # the reference points into a stretch
         shift = self._shifts[stretch]
         if shift:
             self._copy(at)
