@@ -20,7 +20,7 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PerRank, RngState
-from ckpt_tools.loop.shards import Stage, _pinned
+from ckpt_tools.loop.staging import Stage, _pinned
 from tests.jobs import ROOT, torchrun_command
 from tests.training.test_training import QUIET, TINY, losses, sets
 
@@ -243,7 +243,8 @@ def test_pinned_memory_is_what_is_needed_and_is_given_back() -> None:
     assert resident_mib() - before < 64
     stage = Stage()
     places = {
-        stage.copy([torch.ones(n << 20, device="cuda")])[0].obj.ctypes.data for n in (2, 1, 2)
+        stage.copy([torch.ones(n << 20, device="cuda")]).wait()[0].obj.ctypes.data
+        for n in (2, 1, 2)
     }
     assert len(places) == 1  # used again
 
@@ -259,7 +260,7 @@ def test_where_memory_cannot_be_pinned_copies_are_made_all_the_same(
     # CUDA registers nothing twice
     monkeypatch.setattr("ckpt_tools.loop.shards._pageable", lambda nbytes: taken[:nbytes])
     stage = Stage()
-    views = stage.copy(list(model.values()))
+    views = stage.copy(list(model.values())).wait()
     monkeypatch.undo()
     runtime.cudaHostUnregister(taken.data_ptr())
     for view, value in zip(views, want.values(), strict=True):

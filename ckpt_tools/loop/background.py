@@ -25,6 +25,7 @@ from ckpt_tools.loop.mirror import Mirror, Retained
 from ckpt_tools.loop.policy import Retention
 from ckpt_tools.loop.retention import remove_named, retain
 from ckpt_tools.loop.save import SaveExtras, SaveLayout, SaveReport, write
+from ckpt_tools.loop.staging import StagedCopy
 from ckpt_tools.loop.waiting import is_outage, pause_of, wait_for, with_hint
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.lock import RootLock
@@ -44,7 +45,7 @@ class PendingSave:
         is_numbered: whether the name is that of the step, so that retention, a mirror and a
             rollback concern it.
         layout: as agreed.
-        memory: of this rank's shards.
+        copy: of this rank's shards in host memory.
         objects: packed objects of this rank.
         overwrite: replace an existing step.
         extras: files and metrics to add, and what was left out.
@@ -55,7 +56,7 @@ class PendingSave:
     name: str
     is_numbered: bool
     layout: SaveLayout
-    memory: Sequence[memoryview]
+    copy: StagedCopy
     objects: Mapping[str, bytes]
     overwrite: bool
     extras: SaveExtras
@@ -237,6 +238,7 @@ class BackgroundWriter:
         is_there = False
         with group.phase(f"begin {what}"):
             self._read_back.check(save.objects)
+            memory = save.copy.wait()
             if group.rank == 0:
                 self._check_lock()
                 # an earlier attempt has committed, but its reply was lost in an outage
@@ -253,13 +255,17 @@ class BackgroundWriter:
             target,
             save.step,
             save.layout,
-            save.memory,
+            memory,
             save.objects,
             self.jobs,
             attempts[-1],
             self._check_lock,
             overwrite,
-            replace(save.extras, before=self._step_before(save.layout)),
+            replace(
+                save.extras,
+                before=self._step_before(save.layout),
+                timing=_with_copy(save.extras.timing, save.copy.waited_s),
+            ),
         )
 
     def _step_before(self, layout: SaveLayout) -> Path | None:
@@ -377,6 +383,11 @@ def tries_again(
         )
     time.sleep(pause_of(num_tries - 1))
     return True
+
+
+def _with_copy(timing: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """Returns the seconds of the phases, with those for which the copy was waited for."""
+    return {**timing, "copy": timing.get("copy", 0.0) + seconds}
 
 
 def _attempt_of(target: Destination) -> str:

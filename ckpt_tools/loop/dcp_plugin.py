@@ -54,7 +54,8 @@ from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.loop.archives import check_loadable, unpack
 from ckpt_tools.loop.load_request import LoadReport
 from ckpt_tools.loop.read_shards import fill
-from ckpt_tools.loop.shards import Shard, Stage
+from ckpt_tools.loop.shards import Shard
+from ckpt_tools.loop.staging import Stage
 from ckpt_tools.loop.write import (
     NOTHING,
     RankFile,
@@ -191,7 +192,9 @@ class StorageWriter(storage.StorageWriter):
         for item, value in zip(plan.items, values, strict=True):
             if isinstance(value, io.BytesIO) and not self._trust_pickle:
                 check_loadable(value.getvalue(), item.index.fqn, _TRUST)
-        memory = self._stage.live([v.detach() for v in values if isinstance(v, torch.Tensor)])
+        memory = self._stage.live(
+            [v.detach() for v in values if isinstance(v, torch.Tensor)]
+        ).wait()
         file = plan_file(order.rank, pieces)
         part = write_part(
             file,

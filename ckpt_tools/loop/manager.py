@@ -44,21 +44,22 @@ from ckpt_tools.loop.arguments import (
 )
 from ckpt_tools.loop.background import BackgroundWriter, PendingSave
 from ckpt_tools.loop.candidates import Candidates
+from ckpt_tools.loop.collect import Collected, Collector, SaveRequest
 from ckpt_tools.loop.export import Exporter, HuggingFace
 from ckpt_tools.loop.hooks import Hooks, OnCommit, OnError
+from ckpt_tools.loop.late_copies import LateCopies
 from ckpt_tools.loop.load import load_into
 from ckpt_tools.loop.load_request import LoadReport, LoadRequest, OnMismatch
 from ckpt_tools.loop.mirror import Mirror
 from ckpt_tools.loop.on_exception import saved_on_exception
-from ckpt_tools.loop.pack_objects import checksums, pack_objects, refuse_conflicts
 from ckpt_tools.loop.policy import Retention
 from ckpt_tools.loop.preemption import Preemption
-from ckpt_tools.loop.save import SaveLayout, SaveReport, agree_layout, extras_of, offers_of
+from ckpt_tools.loop.save import SaveReport
 from ckpt_tools.loop.schedule import SaveSchedule
 from ckpt_tools.loop.search import StepSearch
-from ckpt_tools.loop.shards import Stage, local_shards
 from ckpt_tools.loop.signals import SignalWatch
-from ckpt_tools.loop.state_dict import export
+from ckpt_tools.loop.staging import Stage, StagedCopy
+from ckpt_tools.loop.state_dict import holders_of
 from ckpt_tools.loop.waiting import retry_outage
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import open_root
@@ -116,6 +117,7 @@ class CheckpointManager:
         export: HuggingFace | None = None,
         statistics: bool = False,
         allow_not_finite: bool = False,
+        overlap_copy: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Claims a directory for this job, and removes unfinished files of dead jobs from it.
@@ -161,6 +163,9 @@ class CheckpointManager:
                 infinity. They stand in the manifest; see `ckpt stats` and `ckpt check`.
             allow_not_finite: resume also from a step that its save found not finite. Else such a
                 step is passed over.
+            overlap_copy: a background save returns while parameters and the state of optimizers
+                are still being copied. The optimizers of the state wait for that before their next
+                step. If anything else changes these tensors, call `before_step` first.
             storage_options: options of the object store, in fsspec's form.
 
         Raises:
@@ -199,7 +204,8 @@ class CheckpointManager:
             GlooGroup(timeout_s, process_group),
         )
         self._stage, self._pid, self._process_group = Stage(), os.getpid(), process_group
-        self._timeout_s = timeout_s
+        self._timeout_s, self._collector = timeout_s, Collector(self._group)
+        self.overlap_copy, self._late = overlap_copy, LateCopies()
         there = open_root(mirror, storage_options) if mirror is not None else None
         self.statistics = statistics
         self._candidates = Candidates(self._root, there, storage_options, allow_not_finite)
@@ -229,7 +235,6 @@ class CheckpointManager:
         at_exit.register(self.close)
 
     last_load: LoadReport | None = None
-    _layout: SaveLayout | None = None
     _mirror: Mirror | None = None
     _signals: SignalWatch | None = None
     _preemption: Preemption | None = None
@@ -325,64 +330,47 @@ class CheckpointManager:
         call = f"save({step}{changed})"
         # a save that training waits for, such as the last one, is never skipped
         may_skip = is_background and self.when_busy == "skip"
-        if self._group.meet("save", call, (self._writer.is_busy and may_skip, 0))[0]:
-            return False
-        laps = Laps()
-        self.wait()
-        laps.lap("wait")
-        if step == self._writer.last_step and not overwrite and name is None:
-            log.warning(
-                "step %d is saved already, and not saved again; overwrite=True replaces it", step
-            )
-            return True
-        self._schedule.saved()
+        request = SaveRequest(
+            what,
+            state,
+            only,
+            files,
+            metrics,
+            self.statistics,
+            names_differ,
+            lambda: self._refuse_taken(step, what, overwrite),
+        )
         with torch.no_grad():
-            with self._group.phase(f"collect the state for {what}"):
-                if self._group.rank == 0 and not overwrite and self._writer.is_taken(what):
-                    raise StorageError(
-                        f"step {step} is there already: {printable(self._writer.target(what).url)}",
-                        hint=(
-                            "a step is saved once: pass overwrite=True to replace it, or move it"
-                            " away"
-                        ),
-                    )
-                if callable(files):
-                    files = files() if self._group.rank == 0 else None
-                extras = extras_of(only, files, metrics, self.statistics)
-                exported = export(state, only=only)
-                shards = local_shards(exported.tensors)
+            laps = Laps()
+            collected = None if self._writer.is_busy else self._collector.unchanged(request)
             laps.lap("collect")
-            below = None
-            named: list[dict[str, int]] = []
-            if names_differ:
-                with self._group.phase(f"collect the values for {what}"):
-                    mine = checksums(exported)
-                named = self._group.all_gather(mine, "share the names of values")
-                below = {n for names in named[: self._group.rank] for n in names}
-            with self._group.phase(f"collect the values for {what}"):
-                refuse_conflicts(named)
-                objects, paths = pack_objects(exported, self._group.rank, below)
-                values = tuple(f"{name} (PerRank)" for name in exported.per_rank)
-                if not names_differ:
-                    values = (*exported.objects, *values)
-            offers = offers_of(shards)
-            self._layout = layout = agree_layout(
-                self._group, self._layout, offers, tuple(objects), values, paths
-            )
+            flags = (self._writer.is_busy and may_skip, collected is None)
+            is_skipped, is_changed = self._group.meet("save", call, flags)
             laps.lap("agree")
-            with self._group.phase(f"copy the state for {what}"):
-                tensors = [shards[i].tensor for i in layout.task.offers]
-                memory = self._stage.copy(tensors) if is_background else self._stage.live(tensors)
-        laps.lap("copy")
-        extras = replace(extras, timing=laps.seconds)
+            if is_skipped:
+                return False
+            self.wait()
+            laps.lap("wait")
+            if step == self._writer.last_step and not overwrite and name is None:
+                log.warning(
+                    "step %d is saved already, and not saved again; overwrite=True replaces it",
+                    step,
+                )
+                return True
+            self._schedule.saved()
+            if collected is None or is_changed:
+                collected = self._collector.collect(request, laps)
+            copy = self._copy(collected, state, is_background)
+            laps.lap("copy")
+        extras = replace(collected.extras, timing=laps.seconds)
         stall_s = time.monotonic() - began if is_background else 0.0
         save = PendingSave(
             step,
             what,
             name is None,
-            layout,
-            memory,
-            objects,
+            collected.layout,
+            copy,
+            collected.objects,
             overwrite,
             extras,
             stall_s,
@@ -392,6 +380,44 @@ class CheckpointManager:
         else:
             self._writer.write(save, self._group)
         return True
+
+    def _refuse_taken(self, step: int, what: str, overwrite: bool) -> None:
+        """Refuses a step that is there already. Only rank 0 calls it."""
+        if not overwrite and self._writer.is_taken(what):
+            raise StorageError(
+                f"step {step} is there already: {printable(self._writer.target(what).url)}",
+                hint="a step is saved once: pass overwrite=True to replace it, or move it away",
+            )
+
+    def _copy(
+        self, collected: Collected, state: Mapping[str, Any], is_background: bool
+    ) -> StagedCopy:
+        """Returns this rank's shards in host memory.
+
+        What fails here, the writer raises. So every rank hears of it without a further exchange.
+        """
+        tensors = collected.tensors()
+        try:
+            if not is_background:
+                return self._stage.live(tensors)
+            late = set[int]()
+            if self.overlap_copy:
+                owners = [optimizer for _, optimizer in holders_of(state).optimizers]
+                late = self._late.find(owners, tensors)
+            copy = self._stage.copy(tensors, late)
+        except Exception as error:  # noqa: BLE001  raised by the writer
+            return StagedCopy((), error=error)
+        self._late.began(copy)
+        return copy
+
+    def before_step(self) -> None:
+        """Lets later changes of the state wait until the last save has copied it.
+
+        Only `overlap_copy=True` needs it. The optimizers of the state call it by themselves before
+        a step. Call it yourself before anything else changes a parameter or an optimizer's state,
+        and before a CUDA graph that has an optimizer's step. On a GPU, only the device waits.
+        """
+        self._late.hold()
 
     def _check_open(self, method: str) -> None:
         if os.getpid() != self._pid:
@@ -677,8 +703,11 @@ class CheckpointManager:
 
     def _release(self) -> None:
         self._is_open = False
+        self._late.close()
+        self._collector.forget()
         at_exit.unregister(self.close)
         self._writer.close()
+        self._stage.close()
         if self._mirror is not None:
             self._mirror.wait()
         if self._writer.exporter is not None:

@@ -18,7 +18,8 @@ from ckpt_tools.engine.schedule import schedule, tile_bytes
 from ckpt_tools.engine.sinks import FillSink
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.loop.load_request import LoadReport
-from ckpt_tools.loop.shards import Shard, Stage, has_bytes
+from ckpt_tools.loop.shards import Shard, has_bytes
+from ckpt_tools.loop.staging import Stage
 from ckpt_tools.storage import MemoryStore
 from ckpt_tools.storage.retries import read_again_if_wrong
 

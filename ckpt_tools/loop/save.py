@@ -26,7 +26,6 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, Template, TensorMeta
 from ckpt_tools.formats.registry import is_ours
-from ckpt_tools.loop.shards import Shard, alias_key
 from ckpt_tools.loop.state_dict import TRAINABLE
 from ckpt_tools.loop.write import (
     FilePlan,
@@ -184,25 +183,6 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 # ---- agreeing ------------------------------------------------------------------------------------
-
-
-def offers_of(shards: Sequence[Shard]) -> tuple[ShardInfo, ...]:
-    """Returns a `ShardInfo` for each of this rank's shards; `alias` marks tied weights."""
-    seen: dict[object, str] = {}
-    offers = []
-    for shard in shards:
-        key = alias_key(shard)
-        first = shard.fqn if key is None else seen.setdefault(key, shard.fqn)
-        offers.append(
-            ShardInfo(
-                shard.fqn,
-                shard.dtype.name,
-                shard.shape,
-                shard.box,
-                "" if first == shard.fqn else first,
-            )
-        )
-    return tuple(offers)
 
 
 def agree_layout(

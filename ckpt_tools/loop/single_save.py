@@ -15,9 +15,11 @@ import torch.distributed as dist
 
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.loop.archives import ReadBack
+from ckpt_tools.loop.offers import offers_of
 from ckpt_tools.loop.pack_objects import pack_objects
-from ckpt_tools.loop.save import SaveReport, agree_layout, extras_of, offers_of, write
-from ckpt_tools.loop.shards import Stage, local_shards
+from ckpt_tools.loop.save import SaveReport, agree_layout, extras_of, write
+from ckpt_tools.loop.shards import local_shards
+from ckpt_tools.loop.staging import Stage
 from ckpt_tools.loop.state_dict import export
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import open_destination
@@ -78,7 +80,7 @@ def save(
             values = (*exported.objects, *(f"{name} (PerRank)" for name in exported.per_rank))
             layout = agree_layout(group, None, offers_of(shards), tuple(objects), values, paths)
             with group.phase("copy the state"):
-                memory = Stage().live([shards[i].tensor for i in layout.task.offers])
+                memory = Stage().live([shards[i].tensor for i in layout.task.offers]).wait()
         target = open_destination(path, storage_options)
         step = number_in(target.url.rstrip("/").rpartition("/")[2])
         attempt = group.broadcast(str(uuid.uuid4()), "begin")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,8 @@ from ckpt_tools.loop.optimizers import (
     is_container,
 )
 from ckpt_tools.loop.shards import is_meta
+from ckpt_tools.loop.state_cache import KnownExport, StateCache
+from ckpt_tools.loop.unchanged import ModuleGuard, OptimizerGuard
 
 TRAINABLE = "trainable"
 STRUCTURE = "__structure__"  # last key of a value whose tensors are separate entries
@@ -278,6 +281,7 @@ def export(
     state: Mapping[str, Any],
     stored: StoredStates | None = None,
     only: str | Callable[[str], bool] = "",
+    cache: StateCache | None = None,
 ) -> ExportedState:
     """Returns a user's state under flat names.
 
@@ -288,6 +292,7 @@ def export(
             `state_dict`, generators, tensors and plain values.
         stored: the state of each optimizer in the checkpoint to load; None for a save.
         only: as for `CheckpointManager.save`.
+        cache: of the same loop's last save, which has begun this export; for whole states only.
 
     Raises:
         PlanError: two entries have the same name, the state lacks an optimizer's parameters, or a
@@ -299,7 +304,7 @@ def export(
             hint='give each object a name: {"model": model, "optimizer": optimizer}',
         )
     _check_nesting(state, (), ())
-    exporter = _Exporter(holders_of(state), stored, bool(only))
+    exporter = _Exporter(holders_of(state), stored, bool(only), cache)
     exporter.result.roots = {str(key) for key in state}
     exporter.visit_container(state, ())
     exporter.check_meta()
@@ -326,8 +331,15 @@ def _check_nesting(value: Any, path: Key, above: tuple[int, ...]) -> None:
 class _Exporter:
     """Walks a state and gives every leaf its name."""
 
-    def __init__(self, holders: StateOwners, stored: StoredStates | None, is_partial: bool) -> None:
+    def __init__(
+        self,
+        holders: StateOwners,
+        stored: StoredStates | None,
+        is_partial: bool,
+        cache: StateCache | None,
+    ) -> None:
         self.holders, self.stored, self.result = holders, stored, ExportedState()
+        self.cache, self.reused = cache, set[str]()
         self.is_partial = is_partial  # only a part of each module is wanted
 
     def visit(self, value: Any, path: Key) -> None:
@@ -336,30 +348,74 @@ class _Exporter:
             wrapper = value if isinstance(value, PerRank) else PerRank(value, "reset")
             self.result.per_rank[self._name(path)] = PlacedPerRank(wrapper, path)
         elif isinstance(value, nn.Module):
-            with calling("state_dict", value, path):
-                exported = get_model_state_dict(value)
-            exported = _tied(value, exported)
-            if self.is_partial or self.stored is not None:
-                self.result.frozen |= {flat_name((*path, name)) for name in _frozen(value)}
-            if self.stored is not None:
-                self._free_extra(exported, path)
-                self.result.kept += [f"{flat_name(path)}.{name}" for name in _non_persistent(value)]
-            known = {*self.result.tensors, *self.result.objects} if self.is_partial else set()
-            self.emit(exported, path, is_root=True)
-            if self.is_partial:
-                self.result.of_modules |= {*self.result.tensors, *self.result.objects} - known
+            if not self._reuse(path):
+                self._visit_module(value, path)
         elif isinstance(value, Optimizer) and not is_container(value):
-            with calling("state_dict", value, path):
-                found = export_optimizer(value, self.holders, path, self._stored_for(path))
-            self.result.free += [(*path, key) for key in extra_of(value)] + [
-                (*path, "state", name) for name in found.free
-            ]
-            self.result.fresh += [(*path, "state", name) for name in found.fresh]
-            self.emit(found.values, path, is_root=True)
+            known = self._reuse(path)
+            if known is not None and isinstance(known.guard, OptimizerGuard):
+                self._visit_values(value, known.guard, path)
+            else:
+                self._visit_optimizer(value, path)
         elif isinstance(value, (Mapping, list, tuple)) and not is_plain(value):
             self.visit_container(value, path)
         else:
             self._visit_value(value, path)
+
+    def _visit_module(self, module: nn.Module, path: Key) -> None:
+        before = len(self.result.tensors), len(self.result.objects)
+        with calling("state_dict", module, path):
+            exported = get_model_state_dict(module)
+        exported = _tied(module, exported)
+        if self.is_partial or self.stored is not None:
+            self.result.frozen |= {flat_name((*path, name)) for name in _frozen(module)}
+        if self.stored is not None:
+            self._free_extra(exported, path)
+            self.result.kept += [f"{flat_name(path)}.{name}" for name in _non_persistent(module)]
+        known = {*self.result.tensors, *self.result.objects} if self.is_partial else set()
+        self.emit(exported, path, is_root=True)
+        if self.is_partial:
+            self.result.of_modules |= {*self.result.tensors, *self.result.objects} - known
+        if self.cache is not None and len(self.result.objects) == before[1]:
+            tensors = dict(islice(self.result.tensors.items(), before[0], None))
+            self.cache.keep(path, ModuleGuard.of(module), tensors, self.result.paths)
+
+    def _visit_optimizer(self, optimizer: Optimizer, path: Key) -> None:
+        with calling("state_dict", optimizer, path):
+            found = export_optimizer(optimizer, self.holders, path, self._stored_for(path))
+        self.result.free += [(*path, key) for key in extra_of(optimizer)] + [
+            (*path, "state", name) for name in found.free
+        ]
+        self.result.fresh += [(*path, "state", name) for name in found.fresh]
+        before = len(self.result.tensors)
+        if "state" in found.values:
+            self.emit(found.values["state"], (*path, "state"))
+        tensors = dict(islice(self.result.tensors.items(), before, None))
+        self.emit({k: v for k, v in found.values.items() if k != "state"}, path, is_root=True)
+        if self.cache is not None:
+            names = [group["params"] for group in found.values["param_groups"]]
+            guard = OptimizerGuard.of(optimizer, names, path)
+            self.cache.keep(path, guard, tensors, self.result.paths)
+
+    def _reuse(self, path: Key) -> KnownExport | None:
+        """Adds the tensors that are known of a module or an optimizer."""
+        known = self.cache.find(path) if self.cache is not None else None
+        if known is None or not self.result.paths.keys().isdisjoint(known.paths):
+            return None
+        self.reused |= known.tensors.keys()
+        self.result.tensors.update(known.tensors)
+        self.result.paths.update(known.paths)
+        return known
+
+    def _visit_values(self, optimizer: Optimizer, guard: OptimizerGuard, path: Key) -> None:
+        """Exports what is not a tensor of an optimizer's state: such values change unseen."""
+        for parameter, key, where in guard.values:
+            self.emit(optimizer.state[parameter][key], where)
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            | {"params": list(names)}
+            for group, names in zip(optimizer.param_groups, guard.names, strict=True)
+        ]
+        self.emit({"param_groups": groups}, path)
 
     def _stored_for(self, path: Key) -> Stored | None:
         """Returns what a checkpoint has of the optimizer at a path; of all, if it is not named."""
@@ -450,7 +506,11 @@ class _Exporter:
         Raises:
             PlanError: there are such tensors; the hint has the call that gives them memory.
         """
-        without = [name for name, tensor in self.result.tensors.items() if is_meta(tensor)]
+        without = [
+            name
+            for name, tensor in self.result.tensors.items()
+            if name not in self.reused and is_meta(tensor)
+        ]
         if without:
             kept = (
                 ", then initialise the buffers that no checkpoint holds:"

@@ -156,5 +156,9 @@ def test_a_rank_without_any_row_of_a_tensor(tmp_path: Path) -> None:
     torchrun(3, "fewer_rows.py", str(tmp_path))
 
 
+def test_what_changes_on_one_rank_or_on_all_between_saves_is_saved(tmp_path: Path) -> None:
+    torchrun(2, "unchanged.py", str(tmp_path))
+
+
 def test_shards_of_another_shape_are_loaded_as_declared(tmp_path: Path) -> None:
     torchrun(3, "resize.py", str(tmp_path))

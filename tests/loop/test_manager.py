@@ -32,7 +32,7 @@ from ckpt_tools import (
     StorageError,
     UnsafePickleError,
 )
-from ckpt_tools.loop.shards import Stage
+from ckpt_tools.loop.staging import Stage
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import list_steps
 
@@ -469,9 +469,9 @@ def test_memory_is_one_copy_that_is_used_again(tmp_path: Path) -> None:
 
 def test_a_stage_goes_to_another_process_without_its_memory() -> None:
     stage = Stage()
-    (view,) = stage.copy([torch.arange(100_000.0)])
+    (view,) = stage.copy([torch.arange(100_000.0)]).wait()
     assert len(view) == 400_000 and len(pickle.dumps(stage)) < 1000
-    assert len(pickle.loads(pickle.dumps(stage)).copy([torch.ones(3)])) == 1
+    assert len(pickle.loads(pickle.dumps(stage)).copy([torch.ones(3)]).wait()) == 1
 
 
 def test_a_step_is_saved_once(saved: Path) -> None:

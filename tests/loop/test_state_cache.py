@@ -1,0 +1,368 @@
+"""A save that reuses what it knows of the state before writes what torch's own functions export.
+
+Each case changes a state between two saves in one way, and compares with torch's export.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+from ckpt_tools import CheckpointManager
+from ckpt_tools.loop import state_dict as exporting
+from tests.stock import assert_stock_torch_reads
+
+Values = dict[str, Any]
+
+
+class Block(nn.Module):
+    """Two square layers, a buffer that is saved and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(2))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        found: torch.Tensor = self.second(torch.relu(self.first(values)))
+        return found
+
+
+def made() -> Values:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer, "mean": torch.ones(3), "note": 1}
+    train(state)
+    return state
+
+
+def train(state: Values) -> None:
+    model, optimizer = state["model"], state["optimizer"]
+    model(torch.randn(5, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state["mean"].add_(1)
+    state["note"] += 1
+
+
+def flat(value: Any, path: str = "") -> Values:
+    """Returns the leaves of nested dicts, by dotted names."""
+    if isinstance(value, dict):
+        return {
+            name: leaf
+            for key, item in value.items()
+            for name, leaf in flat(item, f"{path}.{key}" if path else str(key)).items()
+        }
+    return {path: value}
+
+
+def expected(state: Values) -> Values:
+    """Returns what torch's functions say of a state, as copies."""
+    whole = {
+        "model": dict(get_model_state_dict(state["model"])),
+        "optimizer": get_optimizer_state_dict(state["model"], state["optimizer"]),
+        "mean": state["mean"],
+        "note": state["note"],
+    }
+    return {
+        name: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+        for name, leaf in flat(whole).items()
+    }
+
+
+def check(step: Path, wanted: Values) -> None:
+    found = flat(assert_stock_torch_reads(step))
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        same = (
+            torch.equal(found[name], value) and found[name].dtype == value.dtype
+            if isinstance(value, torch.Tensor)
+            else found[name] == value
+        )
+        assert same, (name, found[name], value)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """Every module that torch's function is asked to export for a save."""
+    asked: list[nn.Module] = []
+
+    def export(module: nn.Module) -> Any:
+        asked.append(module)
+        return get_model_state_dict(module)
+
+    monkeypatch.setattr(exporting, "get_model_state_dict", export)
+    return asked
+
+
+def test_a_loop_that_only_trains_asks_torch_once(tmp_path: Path, calls: list[nn.Module]) -> None:
+    state = made()
+    with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
+        for step in range(1, 5):
+            state["optimizer"].param_groups[0]["lr"] = 0.1 / step
+            checkpoints.save(step, state)
+            wanted = expected(state)
+            checkpoints.wait()
+            check(tmp_path / f"step-{step:08d}", wanted)
+            train(state)
+    assert len(calls) == 1
+
+
+def parameter(state: Values) -> nn.Parameter:
+    found: nn.Parameter = state["model"][0].first.weight
+    return found
+
+
+def replace_parameter(state: Values) -> None:
+    old, new = parameter(state), nn.Parameter(torch.full((4, 4), 7.0))
+    state["model"][0].first.weight = new
+    group = state["optimizer"].param_groups[0]
+    group["params"] = [new if p is old else p for p in group["params"]]
+    state["optimizer"].state[new] = state["optimizer"].state.pop(old)
+
+
+def rename_layer(state: Values) -> None:
+    block = state["model"][0]
+    block._modules["third"] = block._modules.pop("first")
+    block.forward = lambda values: block.second(torch.relu(block.third(values)))
+
+
+def swap_layers(state: Values) -> None:
+    model = state["model"]
+    model._modules["0"], model._modules["1"] = model._modules["1"], model._modules["0"]
+
+
+def replace_buffer(state: Values) -> None:
+    state["model"][0].count = torch.full((2,), 9.0)
+
+
+def save_the_scratch(state: Values) -> None:
+    state["model"][0]._non_persistent_buffers_set.clear()
+
+
+def hook(state: Values) -> None:
+    def double(module: nn.Module, found: Values, prefix: str, _: Values) -> None:
+        found[f"{prefix}count"] = found[f"{prefix}count"] * 2
+
+    state["model"][0]._register_state_dict_hook(double)
+
+
+def hook_before(state: Values) -> None:
+    state["model"][0].register_state_dict_pre_hook(
+        lambda module, prefix, keep: module.count.fill_(5.0)
+    )
+
+
+def override(state: Values) -> None:
+    block = state["model"][0]
+    original = block.state_dict
+
+    def state_dict(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        found[f"{kwargs.get('prefix', '')}count"] = torch.full((2,), 3.0)
+        return found
+
+    block.state_dict = state_dict
+
+
+def extra_state(state: Values) -> None:
+    state["model"][0].second.register_buffer("more", torch.ones(2))
+
+
+def other_memory(state: Values) -> None:
+    parameter(state).data = torch.full((4, 4), 2.0)
+
+
+def transposed(state: Values) -> None:
+    parameter(state).data = parameter(state).data.t()
+
+
+def shorter(state: Values) -> None:
+    state["mean"].data = state["mean"].data[:2]
+
+
+def other_type(state: Values) -> None:
+    state["model"].to(torch.float64)
+
+
+def tied(state: Values) -> None:
+    state["model"][1].first.weight = parameter(state)
+    state["optimizer"] = torch.optim.AdamW(state["model"].parameters())
+
+
+def other_optimizer(state: Values) -> None:
+    state["optimizer"] = torch.optim.SGD(state["model"].parameters(), momentum=0.9)
+
+
+def other_model(state: Values) -> None:
+    state |= made()
+
+
+def other_option(state: Values) -> None:
+    state["optimizer"].param_groups[0]["mine"] = "new"
+
+
+def new_group(state: Values) -> None:
+    state["model"][0].register_parameter("scale", nn.Parameter(torch.ones(2)))
+    state["optimizer"].add_param_group({"params": [state["model"][0].scale], "lr": 0.5})
+
+
+def new_key(state: Values) -> None:
+    state["optimizer"].state[parameter(state)]["mine"] = torch.ones(4, 4)
+
+
+def plain_key(state: Values) -> None:
+    state["optimizer"].state[parameter(state)]["mine"] = 3
+
+
+def plain_step(state: Values) -> None:
+    for found in state["optimizer"].state.values():
+        found["step"] = float(found["step"])
+
+
+def other_moment(state: Values) -> None:
+    state["optimizer"].state[parameter(state)]["exp_avg"] = torch.full((4, 4), 4.0)
+
+
+def moved_moment(state: Values) -> None:
+    found = state["optimizer"].state[parameter(state)]["exp_avg"]
+    found.data = torch.full((4, 4), 4.0)
+
+
+def optimizer_hook(state: Values) -> None:
+    def tell(_: Any, found: Values) -> Values:
+        found["param_groups"][0]["told"] = 1
+        return found
+
+    state["optimizer"].register_state_dict_post_hook(tell)
+
+
+CHANGES = [
+    replace_parameter,
+    rename_layer,
+    swap_layers,
+    replace_buffer,
+    save_the_scratch,
+    hook,
+    hook_before,
+    override,
+    extra_state,
+    other_memory,
+    transposed,
+    shorter,
+    other_type,
+    tied,
+    other_optimizer,
+    other_model,
+    other_option,
+    new_group,
+    new_key,
+    plain_key,
+    plain_step,
+    other_moment,
+    moved_moment,
+    optimizer_hook,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: str(change.__name__))
+def test_what_changes_between_two_saves_is_saved(
+    change: Callable[[Values], None], tmp_path: Path
+) -> None:
+    state = made()
+    with CheckpointManager(tmp_path, keep_last=None, asynchronous=False) as checkpoints:
+        checkpoints.save(1, state)
+        change(state)
+        for step in (2, 3, 4):
+            wanted = expected(state)
+            checkpoints.save(step, state)
+            check(tmp_path / f"step-{step:08d}", wanted)
+            if change not in (other_type, transposed, plain_step):  # these cannot be trained on
+                train(state)
+
+
+class Steps(torch.optim.SGD):
+    """Counts its steps in a number, as many optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["calls"] = self.state[p].get("calls", 0) + 1
+        return super().step(closure)
+
+
+def test_numbers_in_the_state_of_an_optimizer_are_those_of_each_save(
+    tmp_path: Path, calls: list[nn.Module]
+) -> None:
+    state = made()
+    state["optimizer"] = Steps(state["model"].parameters(), lr=0.1, momentum=0.9)
+    with CheckpointManager(tmp_path, keep_last=None, asynchronous=False) as checkpoints:
+        for step in (1, 2, 3):
+            train(state)
+            checkpoints.save(step, state)
+            found = assert_stock_torch_reads(tmp_path / f"step-{step:08d}")
+            assert found["optimizer"]["state"]["0.first.weight"]["calls"] == step
+    assert len(calls) == 1
+
+
+class Extra(nn.Linear):
+    """Has a state of its own, as the layers of some libraries have."""
+
+    told = 0
+
+    def get_extra_state(self) -> Any:
+        self.told += 1
+        return {"told": self.told}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.told = state["told"]
+
+
+def test_extra_state_of_a_module_is_that_of_each_save(tmp_path: Path) -> None:
+    model = nn.Sequential(Extra(2, 2))
+    with CheckpointManager(tmp_path, keep_last=None, asynchronous=False) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"model": model})
+            found = assert_stock_torch_reads(tmp_path / f"step-{step:08d}")
+            assert found["model"]["0._extra_state"]["told"] == model[0].told
+
+
+def test_a_part_of_the_state_is_saved_between_whole_ones(tmp_path: Path) -> None:
+    state = made()
+    for p in state["model"][0].parameters():
+        p.requires_grad_(False)
+    with CheckpointManager(tmp_path, keep_last=None, asynchronous=False) as checkpoints:
+        for step in (1, 2, 3, 4):
+            checkpoints.save(step, state, only="trainable" if step % 2 else "")
+            names = assert_stock_torch_reads(tmp_path / f"step-{step:08d}")["model"].keys()
+            assert ("0.first.weight" in names) == (step % 2 == 0)
+
+
+def test_a_manager_keeps_no_model_and_no_optimizer_alive(tmp_path: Path) -> None:
+    state = made()
+    with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state)
+        checkpoints.wait()
+        moment = state["optimizer"].state[parameter(state)]["exp_avg"]
+        gone = [weakref.ref(x) for x in (state["model"], parameter(state), moment)]
+        del moment
+        state.clear()
+        gc.collect()
+        assert [found() for found in gone] == [None] * 3
+        state |= made()
+        wanted = expected(state)
+        checkpoints.save(3, state)
+        checkpoints.wait()
+        check(tmp_path / "step-00000003", wanted)
