@@ -21,6 +21,7 @@ from ckpt_tools.loop.archives import ReadBack
 from ckpt_tools.loop.candidates import Candidates
 from ckpt_tools.loop.export import Exporter
 from ckpt_tools.loop.hooks import Hooks
+from ckpt_tools.loop.limits import WriteLimits
 from ckpt_tools.loop.mirror import Mirror, Retained
 from ckpt_tools.loop.policy import Retention
 from ckpt_tools.loop.retention import remove_named, retain
@@ -95,6 +96,7 @@ class BackgroundWriter:
         rules: Retention,
         hooks: Hooks,
         step_format: str,
+        limits: WriteLimits,
     ) -> None:
         """Stores the manager's settings.
 
@@ -104,7 +106,9 @@ class BackgroundWriter:
             rules: which steps stay.
             hooks: called after each commit and each failure.
             step_format: of the names of steps.
+            limits: of saves in the background.
         """
+        self.limits = limits
         self.candidates, self.root = candidates, candidates.root
         self.jobs, self.retry_s, self.max_failures, self.rules = jobs, retry_s, max_failures, rules
         self._hooks, self._format, self.protected = hooks, step_format, set[int]()
@@ -139,7 +143,7 @@ class BackgroundWriter:
 
     def submit(self, save: PendingSave, group: GlooGroup) -> None:
         """Starts to write a step in the background."""
-        self._running = self._background().submit(self.write, save, group)
+        self._running = self._background().submit(self.write, save, group, self.limits)
 
     def _background(self) -> ThreadPoolExecutor:
         """Returns the thread that writes steps and removes old ones.
@@ -148,7 +152,7 @@ class BackgroundWriter:
         second.
         """
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "ckpt-save")
+            self._pool = ThreadPoolExecutor(1, "ckpt-save", self.limits.lower_priority)
         return self._pool
 
     def wait(self, is_last: bool = False) -> None:
@@ -184,10 +188,12 @@ class BackgroundWriter:
             )
         self._running = None
 
-    def write(self, save: PendingSave, group: GlooGroup) -> SaveReport:
+    def write(
+        self, save: PendingSave, group: GlooGroup, limits: WriteLimits | None = None
+    ) -> SaveReport:
         """Writes and commits a step, and retries while the store cannot be reached.
 
-        All ranks call it.
+        All ranks call it. `limits` are those of a save in the background.
 
         Raises:
             CheckpointError: it failed; nothing is visible then.
@@ -196,7 +202,7 @@ class BackgroundWriter:
         while True:
             attempts.append(group.broadcast(str(uuid.uuid4()), f"begin {save.name}"))
             try:
-                report = self._try(save, group, attempts)
+                report = self._try(save, group, attempts, limits or WriteLimits(self.jobs))
                 break
             except BaseException as error:
                 if not tries_again(group, error, deadline, save.name, len(attempts)):
@@ -233,7 +239,13 @@ class BackgroundWriter:
         if report.not_finite:
             log.warning("%s is not finite: %s", save.name, name_some(report.not_finite))
 
-    def _try(self, save: PendingSave, group: GlooGroup, attempts: Sequence[str]) -> SaveReport:
+    def _try(
+        self,
+        save: PendingSave,
+        group: GlooGroup,
+        attempts: Sequence[str],
+        limits: WriteLimits,
+    ) -> SaveReport:
         target, what = self.target(save.name), save.name
         is_there = False
         with group.phase(f"begin {what}"):
@@ -257,7 +269,7 @@ class BackgroundWriter:
             save.layout,
             memory,
             save.objects,
-            self.jobs,
+            limits.jobs,
             attempts[-1],
             self._check_lock,
             overwrite,
@@ -266,6 +278,7 @@ class BackgroundWriter:
                 before=self._step_before(save.layout),
                 timing=_with_copy(save.extras.timing, save.copy.waited_s),
             ),
+            limits.throttle(),
         )
 
     def _step_before(self, layout: SaveLayout) -> Path | None:

@@ -48,6 +48,7 @@ from ckpt_tools.loop.collect import Collected, Collector, SaveRequest
 from ckpt_tools.loop.export import Exporter, HuggingFace
 from ckpt_tools.loop.hooks import Hooks, OnCommit, OnError
 from ckpt_tools.loop.late_copies import LateCopies
+from ckpt_tools.loop.limits import WriteLimits
 from ckpt_tools.loop.load import load_into
 from ckpt_tools.loop.load_request import LoadReport, LoadRequest, OnMismatch
 from ckpt_tools.loop.mirror import Mirror
@@ -118,6 +119,9 @@ class CheckpointManager:
         statistics: bool = False,
         allow_not_finite: bool = False,
         overlap_copy: bool = False,
+        writer_jobs: int | None = None,
+        writer_nice: int = 0,
+        max_mbps: float | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Claims a directory for this job, and removes unfinished files of dead jobs from it.
@@ -166,6 +170,9 @@ class CheckpointManager:
             overlap_copy: a background save returns while parameters and the state of optimizers
                 are still being copied. The optimizers of the state wait for that before their next
                 step. If anything else changes these tensors, call `before_step` first.
+            writer_jobs: threads per rank for background saves; `jobs` if None.
+            writer_nice: niceness of these threads, 0 to 19.
+            max_mbps: megabytes per second that a background save writes on each rank, at most.
             storage_options: options of the object store, in fsspec's form.
 
         Raises:
@@ -186,6 +193,7 @@ class CheckpointManager:
             mirror_every=mirror_every,
             save_every=save_every,
             save_every_s=save_every_s,
+            writer_jobs=writer_jobs,
         )
         # absolute: the job may change its working directory
         self._root = open_root(
@@ -218,6 +226,7 @@ class CheckpointManager:
             chosen_rules(keep_last, keep_every, retention),
             Hooks(on_commit, on_error),
             step_format,
+            WriteLimits(writer_jobs or self._jobs, writer_nice, max_mbps),
         )
         self._schedule = SaveSchedule(self._root, save_every, save_every_s)
         try:

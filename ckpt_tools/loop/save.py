@@ -21,6 +21,7 @@ from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.coverage import check
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.laps import Laps
+from ckpt_tools.engine.run import Progress
 from ckpt_tools.engine.statistics import Moments, add_moments
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.dcp import format as dcp
@@ -400,6 +401,7 @@ def write(
     before_commit: Callable[[], None],
     overwrite: bool = False,
     extras: SaveExtras = SaveExtras(),
+    progress: Progress | None = None,
 ) -> SaveReport:
     """Writes one checkpoint and makes it visible. All ranks call it with the agreed layout.
 
@@ -417,6 +419,7 @@ def write(
         overwrite: replace an existing checkpoint once everything is written. Only rank 0's value
             counts.
         extras: files to add, and what was left out.
+        progress: called with the bytes of each batch that is written, by any thread.
 
     Raises:
         CheckpointError: this rank failed, or PeerError: another rank did. Then nothing new is
@@ -435,7 +438,9 @@ def write(
                 staged = target.join(attempt)
             packed = list(objects.values())
             measures, before = extras.statistics, extras.before
-            part = write_part(layout.file, target, staged, memory, packed, jobs, measures, before)
+            part = write_part(
+                layout.file, target, staged, memory, packed, jobs, measures, before, progress
+            )
             files = write_files(staged, extras.files) if group.rank == 0 else {}
         parts = group.gather(part._replace(shares={}), f"write {what}")
         prints = group.xor(_prints(layout, part.shares), f"write {what}")

@@ -16,7 +16,7 @@ from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.laps import Laps
 from ckpt_tools.core.plan import Literal, Slot, Target, plan_transfer
-from ckpt_tools.engine.run import run_batches
+from ckpt_tools.engine.run import Progress, run_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Batch, schedule, tile_bytes
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.engine.statistics import Moments
@@ -114,6 +114,7 @@ def write_part(
     jobs: int,
     measures: bool = False,
     before: Path | None = None,
+    progress: Progress | None = None,
 ) -> RankFile:
     """Writes a rank's file and makes it durable.
 
@@ -126,6 +127,7 @@ def write_part(
         jobs: threads.
         measures: also compute statistics.
         before: the step before, with the same layout, from which the changes are measured.
+        progress: called with the bytes of each batch that is written, by any thread.
 
     Raises:
         StorageError: there is no room, or a write failed.
@@ -155,6 +157,7 @@ def write_part(
             MemoryStore({str(number): view for number, view in enumerate(memory)}),
             sink,
             jobs,
+            progress,
         )
         laps.lap("write")
         checksums = sink.finish()
