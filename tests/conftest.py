@@ -26,7 +26,7 @@ settings.load_profile("any machine")
 HERE = Path(__file__).parent
 SERVERS, CLIENTS = ("moto", "radosgw"), ("s3fs", "obstore")
 _SERVERS = "servers"
-_WITH_BOTH = ("test_remote.py", "test_obstore_client.py")
+_WITH_BOTH = ("test_obstore_client.py",)
 # These take long. They run on the reference server, RadosGW, and on moto's with CKPT_LONG=1.
 _LONG_ON_MOTO = set(
     "test_a_reshard_by_whole_cells_is_copied_by_the_store"
@@ -69,11 +69,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Where tests run side by side, a file's stay together, and all that need an S3 server share
-    one.
+    """Where tests run side by side, a file's stay together. So do those that need the same S3
+    server.
     """
+    params = getattr(getattr(item, "callspec", None), "params", {})
     name = (
-        _SERVERS
+        f"{_SERVERS}-{params.get('server', '')}"
         if "server" in getattr(item, "fixturenames", ())
         else str(item.path.relative_to(HERE))
     )

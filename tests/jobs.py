@@ -19,7 +19,7 @@ PYTHON_PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONP
 LONG = bool(os.environ.get("CKPT_LONG"))
 STRACE = ("strace", "-f", "-qq")
 QUICK_STRACE = (*STRACE, "--seccomp-bpf")  # stops at traced calls only, and injects no signals
-EVERY = 1 if LONG else 8  # of the system calls that are made to fail, one by one
+EVERY = 1 if LONG else 10  # of the system calls that are made to fail, one by one
 
 
 def torchrun_command(num_ranks: int, *words: object, is_forked: bool = True) -> list[str]:

@@ -38,7 +38,7 @@ GROUPS = [list(SLOW), QUICK[:4], QUICK[4:8], QUICK[8:]]  # one process each: its
 def test_a_reader_reads_or_refuses_and_does_nothing_else(
     targets: list[str], tmp_path: Path
 ) -> None:
-    runs = (250 if targets[0] in SLOW else 1250) * (8 if LONG else 1)
+    runs = (150 if targets[0] in SLOW else 750) * (8 if LONG else 1)
     command = [
         sys.executable,
         "-m",
