@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,84 @@ def test_a_load_is_over_when_it_returns(tmp_path: Path) -> None:
     assert all(sums)
 
 
+# ---- copies that overlap training -----------------------------------------------------------------
+
+
+def updated(name: str) -> tuple[dict[str, Any], Callable[[], object]]:
+    """Returns a state of a gigabyte with an optimizer, and a function that updates it."""
+    weights = nn.ParameterList(
+        [nn.Parameter(torch.randn(1 << 22, device="cuda")) for _ in range(20)]
+    )
+    optimizer = torch.optim.AdamW(weights.parameters(), lr=0.1, **{name: True})
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return {"weights": weights, "optimizer": optimizer}, optimizer.step
+
+
+def as_stored(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    weights, optimizer = state["weights"], state["optimizer"]
+    found = {f"weights.{i}": w.detach().cpu() for i, w in enumerate(weights)}
+    for i, w in enumerate(weights):
+        for key, value in optimizer.state[w].items():
+            found[f"optimizer.state.{i}.{key}"] = value.detach().cpu().clone()
+    return found
+
+
+def check_stored(path: Path, wanted: dict[str, torch.Tensor]) -> None:
+    got = stock(path, {name: torch.empty_like(value) for name, value in wanted.items()})
+    for name, value in wanted.items():
+        assert same_bits(got[name], value), name
+
+
+@pytest.mark.parametrize("name", ["foreach", "fused", "capturable"])
+def test_an_update_waits_on_the_device_for_the_copy(name: str, tmp_path: Path) -> None:
+    state, update = updated(name)
+    with CheckpointManager(tmp_path, overlap_copy=True, keep_last=None) as checkpoints:
+        for step in range(1, 6):
+            wanted = as_stored(state)
+            checkpoints.save(step, state)
+            update()
+            checkpoints.wait()
+            check_stored(tmp_path / f"step-{step:08d}", wanted)
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_a_replayed_graph_and_other_streams_wait_after_before_step(
+    streams: int, tmp_path: Path
+) -> None:
+    state, update = updated("capturable")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        update()
+    others = [torch.cuda.Stream() for _ in range(streams)]
+    with CheckpointManager(tmp_path, overlap_copy=True, keep_last=None) as checkpoints:
+        for step in range(1, 6):
+            torch.cuda.synchronize()
+            wanted = as_stored(state)
+            checkpoints.save(step, state)
+            with torch.cuda.stream(others[step % streams]):
+                checkpoints.before_step()
+                graph.replay()
+            checkpoints.wait()
+            check_stored(tmp_path / f"step-{step:08d}", wanted)
+
+
+def test_a_compiled_update_waits_after_before_step(tmp_path: Path) -> None:
+    state, update = updated("foreach")
+    compiled = torch.compile(update)
+    compiled()
+    with CheckpointManager(tmp_path, overlap_copy=True, keep_last=None) as checkpoints:
+        for step in range(1, 4):
+            wanted = as_stored(state)
+            checkpoints.save(step, state)
+            checkpoints.before_step()
+            compiled()
+            checkpoints.wait()
+            check_stored(tmp_path / f"step-{step:08d}", wanted)
+
+
 # ---- memory --------------------------------------------------------------------------------------
 
 
@@ -258,7 +337,7 @@ def test_where_memory_cannot_be_pinned_copies_are_made_all_the_same(
     runtime = torch.cuda.cudart()
     assert int(runtime.cudaHostRegister(taken.data_ptr(), len(taken), 0)) == 0
     # CUDA registers nothing twice
-    monkeypatch.setattr("ckpt_tools.loop.shards._pageable", lambda nbytes: taken[:nbytes])
+    monkeypatch.setattr("ckpt_tools.loop.staging._pageable", lambda nbytes: taken[:nbytes])
     stage = Stage()
     views = stage.copy(list(model.values())).wait()
     monkeypatch.undo()

@@ -168,8 +168,8 @@ class CheckpointManager:
             allow_not_finite: resume also from a step that its save found not finite. Else such a
                 step is passed over.
             overlap_copy: a background save returns while parameters and the state of optimizers
-                are still being copied. The optimizers of the state wait for that before their next
-                step. If anything else changes these tensors, call `before_step` first.
+                are still being copied. Optimizers wait for that before their next step. If anything
+                else changes these tensors, call `before_step` first.
             writer_jobs: threads per rank for background saves; `jobs` if None.
             writer_nice: niceness of these threads, 0 to 19.
             max_mbps: megabytes per second that a background save writes on each rank, at most.
@@ -195,6 +195,8 @@ class CheckpointManager:
             save_every_s=save_every_s,
             writer_jobs=writer_jobs,
         )
+        self._jobs = num_threads(jobs, ranks_on_host(), is_beside_training=True)
+        limits = WriteLimits(writer_jobs or self._jobs, writer_nice, max_mbps)
         # absolute: the job may change its working directory
         self._root = open_root(
             root if is_url(root) else Path(local_path(root)).absolute(), storage_options
@@ -206,14 +208,12 @@ class CheckpointManager:
             min(retry_s, timeout_s * 0.8),
             max_failures,
         )
-        self._jobs = num_threads(jobs, ranks_on_host(), is_beside_training=True)
         self._group, self._writers = (
             GlooGroup(timeout_s, process_group),
             GlooGroup(timeout_s, process_group),
         )
         self._stage, self._pid, self._process_group = Stage(), os.getpid(), process_group
         self._timeout_s, self._collector = timeout_s, Collector(self._group)
-        self.overlap_copy, self._late = overlap_copy, LateCopies()
         there = open_root(mirror, storage_options) if mirror is not None else None
         self.statistics = statistics
         self._candidates = Candidates(self._root, there, storage_options, allow_not_finite)
@@ -226,11 +226,12 @@ class CheckpointManager:
             chosen_rules(keep_last, keep_every, retention),
             Hooks(on_commit, on_error),
             step_format,
-            WriteLimits(writer_jobs or self._jobs, writer_nice, max_mbps),
+            limits,
         )
         self._schedule = SaveSchedule(self._root, save_every, save_every_s)
         try:
             self._claim(there, mirror_every)
+            self._late = LateCopies() if overlap_copy else None
             if export is not None:
                 export.check()
             if export is not None and self._group.rank == 0:
@@ -244,6 +245,7 @@ class CheckpointManager:
         at_exit.register(self.close)
 
     last_load: LoadReport | None = None
+    _late: LateCopies | None = None
     _mirror: Mirror | None = None
     _signals: SignalWatch | None = None
     _preemption: Preemption | None = None
@@ -409,24 +411,24 @@ class CheckpointManager:
         try:
             if not is_background:
                 return self._stage.live(tensors)
-            late = set[int]()
-            if self.overlap_copy:
-                owners = [optimizer for _, optimizer in holders_of(state).optimizers]
-                late = self._late.find(owners, tensors)
-            copy = self._stage.copy(tensors, late)
+            if self._late is None:
+                return self._stage.copy(tensors)
+            owners = [optimizer for _, optimizer in holders_of(state).optimizers]
+            copy = self._stage.copy(tensors, self._late.find(owners, tensors))
+            self._late.began(copy)
+            return copy
         except Exception as error:  # noqa: BLE001  raised by the writer
             return StagedCopy((), error=error)
-        self._late.began(copy)
-        return copy
 
     def before_step(self) -> None:
         """Lets later changes of the state wait until the last save has copied it.
 
-        Only `overlap_copy=True` needs it. The optimizers of the state call it by themselves before
-        a step. Call it yourself before anything else changes a parameter or an optimizer's state,
-        and before a CUDA graph that has an optimizer's step. On a GPU, only the device waits.
+        Only `overlap_copy=True` needs it. A hook of torch calls it before each optimizer's step.
+        Call it yourself before anything else changes a parameter or an optimizer's state, and
+        before a step in a CUDA graph or a compiled function. On a GPU, only the device waits.
         """
-        self._late.hold()
+        if self._late is not None:
+            self._late.hold()
 
     def _check_open(self, method: str) -> None:
         if os.getpid() != self._pid:
@@ -712,7 +714,8 @@ class CheckpointManager:
 
     def _release(self) -> None:
         self._is_open = False
-        self._late.close()
+        if self._late is not None:
+            self._late.close()
         self._collector.forget()
         at_exit.unregister(self.close)
         self._writer.close()
