@@ -18,7 +18,7 @@ from ckpt_tools.core.laps import Laps
 from ckpt_tools.loop.pack_objects import checksums, pack_objects, refuse_conflicts
 from ckpt_tools.loop.save import SaveExtras, SaveLayout, agree_layout, extras_of
 from ckpt_tools.loop.state_cache import KnownShards, StateCache
-from ckpt_tools.loop.state_dict import ExportedState, export, holders_of
+from ckpt_tools.loop.state_dict import ExportedState, check_container, export, holders_of
 from ckpt_tools.ranks.gloo import GlooGroup
 
 Files = Mapping[str, bytes] | Callable[[], Mapping[str, bytes]]
@@ -81,6 +81,7 @@ class Collector:
         if layout is None or request.only or request.names_differ:
             return None
         try:
+            check_container(request.state)
             if not self._cache.holds(holders_of(request.state)):
                 return None
             extras = self._extras(request)
@@ -103,6 +104,7 @@ class Collector:
         what = request.what
         with self._group.phase(f"collect the state for {what}"):
             extras = self._extras(request)
+            check_container(request.state)
             if not request.only:
                 self._cache.begin(holders_of(request.state))
             exported = export(

@@ -353,6 +353,7 @@ class CheckpointManager:
         )
         with torch.no_grad():
             laps = Laps()
+            laps.lap("wait")  # the first phase of a report
             collected = None if self._writer.is_busy else self._collector.unchanged(request)
             laps.lap("collect")
             flags = (self._writer.is_busy and may_skip, collected is None)

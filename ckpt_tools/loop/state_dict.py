@@ -298,12 +298,7 @@ def export(
         PlanError: two entries have the same name, the state lacks an optimizer's parameters, or a
             tensor is on the meta device.
     """
-    if not isinstance(state, Mapping):
-        raise PlanError(
-            f"a state is a dict, got a {type(state).__name__}",
-            hint='give each object a name: {"model": model, "optimizer": optimizer}',
-        )
-    _check_nesting(state, (), ())
+    check_container(state)
     exporter = _Exporter(holders_of(state), stored, bool(only), cache)
     exporter.result.roots = {str(key) for key in state}
     exporter.visit_container(state, ())
@@ -312,6 +307,20 @@ def export(
     if only:
         result.leave_out(only if callable(only) else lambda name: name not in result.frozen)
     return result
+
+
+def check_container(state: Any) -> None:
+    """Refuses a state that is no dict, or that cannot be walked to its end.
+
+    Raises:
+        PlanError: it is no dict, contains itself, or is nested too deep.
+    """
+    if not isinstance(state, Mapping):
+        raise PlanError(
+            f"a state is a dict, got a {type(state).__name__}",
+            hint='give each object a name: {"model": model, "optimizer": optimizer}',
+        )
+    _check_nesting(state, (), ())
 
 
 def _check_nesting(value: Any, path: Key, above: tuple[int, ...]) -> None:

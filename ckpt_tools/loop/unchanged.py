@@ -56,6 +56,8 @@ class TensorGuard:
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns where a tensor's elements lie. Two equal results mean the same bytes."""
+    if isinstance(tensor, ShardedTensor):
+        return (object(),)  # it does not say: equal to no other result
     if isinstance(tensor, DTensor):
         local = tensor._local_tensor
         return (tensor._spec, local.data_ptr(), local.dtype, local.shape, local.stride())
@@ -176,10 +178,12 @@ class OptimizerGuard:
             names: of its parameters, by group.
             path: of the optimizer in the state.
         """
-        known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        groups = [group["params"] for group in optimizer.param_groups]
         is_ordinary = (
             _has_own_state_dict(optimizer)
-            and optimizer.state.keys() <= known
+            # FSDP1's flat parameters have several names each
+            and list(map(len, groups)) == list(map(len, names))
+            and optimizer.state.keys() <= set(chain.from_iterable(groups))
             and all(
                 type(key) is str and isinstance(value, _SCALARS)
                 for found in optimizer.state.values()
