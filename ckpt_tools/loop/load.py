@@ -56,7 +56,7 @@ from ckpt_tools.loop.state_dict import (
     name_of_rank,
 )
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.publish.manifest import of_source
+from ckpt_tools.publish.manifest import Manifest, of_source
 from ckpt_tools.ranks.gloo import GlooGroup
 from ckpt_tools.storage import read
 from ckpt_tools.storage.prefetch import GAP_BYTES
@@ -171,6 +171,7 @@ class _Load:
     """One load on one rank: `open`, `read` and `restore`, in this order."""
 
     source: Source
+    manifest: Manifest | None
     found: Match
     report: LoadReport
 
@@ -199,10 +200,15 @@ class _Load:
             self.request.wants,
         )
         self.source = source = replace(source, catalog=self.named.catalog)
+        self.manifest = of_source(source)
         check_unread(source.catalog, self.state, self.request)
         self.exported = exported = export(self.state, stored_state(source.catalog))
         self.found = found = match(
-            exported, source.catalog, self.request, str(source.path), _lacks_frozen(source)
+            exported,
+            source.catalog,
+            self.request,
+            str(source.path),
+            _lacks_frozen(self.manifest),
         )
         unread = [
             f"{printable(n)} is {printable(kind)}, which is not read"
@@ -286,7 +292,7 @@ class _Load:
         left = self.found.gone | self._idle(paths)
         given = {n: v for n, v in current.items() if root_of(n, paths) in touched and n not in left}
         given |= self.made | self.values
-        manifest = of_source(self.source)
+        manifest = self.manifest
         # checkpoints of the manager keep integer keys
         if manifest is None or manifest.operation != "save" or manifest.step is None:
             int_keys(exported, given, paths, report.notes)
@@ -486,9 +492,8 @@ def _per_rank(
     return None
 
 
-def _lacks_frozen(source: Source) -> bool:
+def _lacks_frozen(manifest: Manifest | None) -> bool:
     """Tells whether the save may have left out frozen parameters."""
-    manifest = of_source(source)
     return manifest is not None and manifest.source.get("only") in (TRAINABLE, "chosen")
 
 
