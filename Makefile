@@ -4,6 +4,8 @@
 # make test-cuda   what needs a GPU
 # make docs        build the documentation site: build/site
 # make dist        build sdist and wheel: build/dist
+# without compiled files, each of the many processes of the tests compiles the package anew
+export PYTHONDONTWRITEBYTECODE =
 PYTHON ?= python3
 BIN := .venv/bin
 # one thread per process: the test processes share two cores, and some of them wait for servers

@@ -86,6 +86,7 @@ def contenders(folder: Path, state: dict[str, Any], stack: ExitStack) -> dict[st
         found[name] = ours
 
     def stock(is_pinned: bool) -> Save:
+        group = dist.new_group(backend="gloo")  # its thread must not mix with the training's
         stager = DefaultStager(StagingOptions(True, True, True, True)) if is_pinned else None
 
         def call(step: int) -> Callable[[], object]:
@@ -97,6 +98,7 @@ def contenders(folder: Path, state: dict[str, Any], stack: ExitStack) -> dict[st
                 checkpoint_id=target,
                 async_checkpointer_type=AsyncCheckpointerType.THREAD,
                 async_stager=stager,
+                process_group=group,
             )
             if hasattr(done, "staging_completion"):
                 done.staging_completion.result()  # without it, the next update could be saved
