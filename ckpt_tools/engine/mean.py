@@ -60,10 +60,22 @@ class MeanPart:
 
 @dataclass
 class MeanNotes:
-    """The tensors with finite values that became infinite, and those with integers that differ."""
+    """Remarks on boxes of tensors. A box that is read a second time replaces its remark.
 
-    overflowed: dict[str, int] = field(default_factory=dict)
-    differing: set[str] = field(default_factory=set)
+    Attributes:
+        overflowed: number of finite values that became infinite.
+        differing: boxes of integers that differ between parts.
+    """
+
+    overflowed: dict[tuple[str, Box], int] = field(default_factory=dict)
+    differing: set[tuple[str, Box]] = field(default_factory=set)
+
+    def num_overflowed(self) -> dict[str, int]:
+        """Returns the numbers of values that became infinite, by tensor."""
+        found: dict[str, int] = {}
+        for (path, _), number in sorted(self.overflowed.items()):
+            found[path] = found.get(path, 0) + number
+        return found
 
 
 class MeanStore:
@@ -194,18 +206,18 @@ class MeanStore:
         if not np.isfinite(total.sum()):
             self._check_finite(path, box, total)
         overflowed = round_once(total, dtype, into)
+        self.notes.overflowed.pop((path, box), None)
         if overflowed:
-            with self._parts[0].lock:
-                known = self.notes.overflowed
-                known[path] = known.get(path, 0) + overflowed
+            self.notes.overflowed[path, box] = overflowed
 
     def _take_last(self, path: str, box: Box, into: Bytes) -> None:
         """Takes the last part's elements, and notes whether another part has other ones."""
         data, _ = self._read(len(self._parts) - 1, path, box)
         into[:] = data
+        self.notes.differing.discard((path, box))
         for number in range(len(self._parts) - 1):
             if not np.array_equal(self._read(number, path, box)[0], into):
-                self.notes.differing.add(path)
+                self.notes.differing.add((path, box))
 
     def _read(self, number: int, path: str, box: Box) -> tuple[Bytes, DType]:
         """Returns a part's elements of a box, until the next call in this thread."""
@@ -267,8 +279,7 @@ class MeanStore:
         self.notes = MeanNotes()
         for notes in found:
             self.notes.differing |= notes.differing
-            for path, number in notes.overflowed.items():
-                self.notes.overflowed[path] = self.notes.overflowed.get(path, 0) + number
+            self.notes.overflowed |= notes.overflowed
 
 
 def add_scaled(total: Doubles, data: Bytes, dtype: DType, weight: float) -> None:

@@ -330,11 +330,11 @@ class _Mean:
         ]
         if self._mixed:
             notes.append(f"of several types, written as the last one has it: {_some(self._mixed)}")
-        if differing := sorted(self._store.notes.differing):
+        if differing := sorted({fqn for fqn, _ in self._store.notes.differing}):
             notes.append(
                 f"no floating-point numbers, and not equal: taken from the last: {_some(differing)}"
             )
-        for fqn, number in self._store.notes.overflowed.items():
+        for fqn, number in self._store.notes.num_overflowed().items():
             notes.append(f"{number:,} values of {printable(fqn)} became infinite")
         return notes
 

@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ckpt_tools
-from ckpt_tools import IntegrityError, PlanError
+from ckpt_tools import CheckpointManager, IntegrityError, PlanError
 from ckpt_tools.operations.average import chosen_weights
 from tests.command import run_job
 from tests.jobs import torchrun_command
+from tests.servers.faults import faulty
 from tests.servers.servers import Server
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -320,3 +321,30 @@ def test_a_mean_of_checkpoints_in_a_bucket(
     merged = tmp_path / "out.safetensors"
     ckpt_tools.merge("s3://means/m", merged, storage_options=server.options)
     check(load_file(merged), [states[0], states[3]], [0.5, 0.5])
+
+
+def test_values_that_are_read_twice_are_counted_once(server: Server, tmp_path: Path) -> None:
+    """The bytes of one answer are wrong, and everything is fetched again."""
+    server.bucket("twice")
+    large, counts = torch.full((100_000,), 3e38), torch.zeros(50, dtype=torch.int64)
+    for number in range(2):
+        state = {"w": large, "n": counts + number}
+        with CheckpointManager(tmp_path / str(number), asynchronous=False) as checkpoints:
+            checkpoints.save(1, state)
+        step = tmp_path / str(number) / "step-00000001"
+        ckpt_tools.copy(step, f"s3://twice/{number}", to_storage_options=server.options)
+    flips = 0
+    for seed in range(4):
+        with faulty(server.endpoint, 0.4, seed, ("corrupt",), most=1) as (url, log):
+            options = server.options | {"endpoint_url": url, "skip_instance_cache": True}
+            result = ckpt_tools.average(
+                ["s3://twice/0", "s3://twice/1"],
+                tmp_path / f"{seed}.safetensors",
+                dtype="fp16",
+                storage_options=options,
+            )
+        flips += len(log)
+        notes = " ".join(result.notes)
+        assert "100,000 values of w became infinite" in notes
+        assert "taken from the last: n" in notes
+    assert flips > 2
