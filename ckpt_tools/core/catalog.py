@@ -177,6 +177,7 @@ class Catalog:
         unknown: values of unknown types, each with its type.
         lacks_shapes: the files lack the shapes of parameters; a separate file of shapes must give
             them.
+        index_crcs: CRC-64 of the index files, as they were read.
     """
 
     format: str
@@ -193,6 +194,7 @@ class Catalog:
     unread: Mapping[str, str] = field(default_factory=dict)
     unknown: Mapping[str, str] = field(default_factory=dict)
     lacks_shapes: bool = False
+    index_crcs: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

@@ -50,7 +50,7 @@ from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.pickle.state import plain_path
-from ckpt_tools.formats.registry import Source, open_source
+from ckpt_tools.formats.registry import Source
 from ckpt_tools.loop.archives import check_loadable, unpack
 from ckpt_tools.loop.load_request import LoadReport
 from ckpt_tools.loop.read_shards import fill
@@ -68,7 +68,7 @@ from ckpt_tools.loop.write import (
 from ckpt_tools.publish.base import Attempt as Staged
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.destinations import open_destination
-from ckpt_tools.publish.manifest import SealedTensor
+from ckpt_tools.publish.manifest import SealedTensor, open_sealed
 from ckpt_tools.storage import read
 
 _VERSION = "1.0.0"
@@ -320,7 +320,7 @@ class StorageReader(storage.StorageReader):
     def source(self) -> Source:
         """Returns the checkpoint, which is opened once."""
         if self._source is None:
-            self._source = open_source(self.path, self._options)
+            self._source, _ = open_sealed(self.path, self._options)
         return self._source
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

@@ -24,7 +24,7 @@ from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.pickle.state import plain_path
-from ckpt_tools.formats.registry import Source, open_source
+from ckpt_tools.formats.registry import Source
 from ckpt_tools.loop.archives import unpack
 from ckpt_tools.loop.divide import divide
 from ckpt_tools.loop.load_request import LoadReport, LoadRequest, OnMismatch
@@ -56,7 +56,7 @@ from ckpt_tools.loop.state_dict import (
     name_of_rank,
 )
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.publish.manifest import Manifest, of_source
+from ckpt_tools.publish.manifest import Manifest, open_sealed
 from ckpt_tools.ranks.gloo import GlooGroup
 from ckpt_tools.storage import read
 from ckpt_tools.storage.prefetch import GAP_BYTES
@@ -189,7 +189,7 @@ class _Load:
         self, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
     ) -> list[Shard]:
         """Opens the checkpoint, pairs its names with the state's, and returns shards to read."""
-        source = open_source(path, storage_options)
+        source, self.manifest = open_sealed(path, storage_options)
         self.as_stored = source.catalog
         catalog = renamed(source.catalog, self.request.rename)
         values = replace(source, catalog=catalog)
@@ -200,7 +200,6 @@ class _Load:
             self.request.wants,
         )
         self.source = source = replace(source, catalog=self.named.catalog)
-        self.manifest = of_source(source)
         check_unread(source.catalog, self.state, self.request)
         self.exported = exported = export(self.state, stored_state(source.catalog))
         self.found = found = match(

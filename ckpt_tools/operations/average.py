@@ -32,7 +32,7 @@ from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
 from ckpt_tools.engine.mean import MeanPart, MeanStore
 from ckpt_tools.errors import NotACheckpointError, PlanError, printable, redacted
 from ckpt_tools.formats import safetensors, torch_save
-from ckpt_tools.formats.registry import Source, open_source
+from ckpt_tools.formats.registry import Source
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert import lora as adapters
 from ckpt_tools.operations.convert.convert import convert_source
@@ -40,7 +40,7 @@ from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.convert.options import Conversion, check_request
 from ckpt_tools.operations.merge_reshard import check_kept, model_view, target_dtype
 from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.manifest import of_source
+from ckpt_tools.publish.manifest import of_source, open_sealed
 from ckpt_tools.publish.steps import list_steps
 from ckpt_tools.ranks.base import ALONE, Group
 from ckpt_tools.transfer.options import Path_
@@ -153,7 +153,7 @@ def _target_of(dst: str) -> str:
 
 
 def _open(path: Path_, how: Conversion) -> Source:
-    source = open_source(path, how.get("storage_options"), lay_beside(how.get("shapes")))
+    source, _ = open_sealed(path, how.get("storage_options"), lay_beside(how.get("shapes")))
     check_needed(how.get("shapes"), source.catalog)
     return source
 

@@ -71,7 +71,11 @@ def salvage(src: Path_, dst: Path_, **options: Unpack[Options]) -> SalvageResult
     target = open_destination(dst, options.get("storage_options"))
     form = safetensors if work.format is safetensors or target.url.endswith(".safetensors") else dcp
     request = _request(kept, form is dcp, target.url)
-    written = transfer(TransferRequest("salvage", source, kept, target, form, request, options))
+    written = transfer(
+        TransferRequest(
+            "salvage", source, kept, target, form, request, options, is_damaged=bool(problems)
+        )
+    )
     if form is safetensors and kept.objects:
         left = (
             f"{len(kept.objects)} objects stay behind: safetensors holds tensors; give a directory"

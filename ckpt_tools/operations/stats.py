@@ -19,7 +19,7 @@ from ckpt_tools.errors import PlanError, redacted
 from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
-from ckpt_tools.publish.manifest import of_source
+from ckpt_tools.publish.manifest import of_source, of_store
 from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage.retries import read_again_if_wrong
 from ckpt_tools.transfer.options import Path_, Reading, no_bar
@@ -118,7 +118,7 @@ def stats(
 
 def sealed_statistics(source: Source) -> dict[str, TensorStatistics]:
     """Returns the statistics that a checkpoint's manifest has."""
-    manifest = of_source(source)
+    manifest = of_store(source.store)
     tensors = manifest.tensors if manifest is not None else {}
     return {fqn: t.statistics for fqn, t in tensors.items() if t.statistics is not None}
 

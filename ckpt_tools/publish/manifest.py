@@ -7,20 +7,23 @@ from __future__ import annotations
 import datetime as dt
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from ckpt_tools.core.box import whole
+from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Plan
 from ckpt_tools.core.statistics import TensorStatistics, unpack_statistics
-from ckpt_tools.errors import FormatError, printable
+from ckpt_tools.errors import FormatError, IntegrityError, printable
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import MANIFEST, note_name, note_of, short_name
-from ckpt_tools.formats.registry import INDEXES, Source, folder_of
+from ckpt_tools.formats.registry import INDEXES, Source, folder_of, open_source
 from ckpt_tools.storage import Store, read
+from ckpt_tools.storage.retries import read_again_if_wrong
 from ckpt_tools.version import __version__
 
 # 1, of the days before the first release, had no checksum of its own: nobody could tell whether it
@@ -211,6 +214,10 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         ) from error
 
 
+_DAMAGED_INDEX = (
+    "a bit may have flipped on the way: try again. Else take another copy, or save the rest:"
+    " ckpt salvage"
+)
 _MAX_BYTES = 128 << 20  # JSON takes up to twenty times its length in memory
 
 
@@ -268,8 +275,63 @@ def read_manifest(store: Store, name: str) -> Manifest:
 
 
 def of_source(source: Source) -> Manifest | None:
-    """Returns the manifest of an opened checkpoint; None if there is none."""
-    return of_store(source.store)
+    """Returns the manifest of an opened checkpoint; None if there is none.
+
+    Raises:
+        IntegrityError: the checkpoint's names are not those that were sealed. No other checksum
+            finds a flipped bit in a name.
+    """
+    manifest = of_store(source.store)
+    if manifest is not None:
+        _check_index(manifest, source.catalog)
+        if source.format is safetensors:
+            _check_names(manifest, source.catalog)
+    return manifest
+
+
+def open_sealed(
+    path: str | os.PathLike[str],
+    options: Mapping[str, Any] | None = None,
+    beside: Mapping[str, bytes] | None = None,
+) -> tuple[Source, Manifest | None]:
+    """Opens a checkpoint whose names are the sealed ones; returns its manifest, too.
+
+    Names that came from a remote store are read a second time if they are others. The arguments and
+    errors are those of `open_source` and `of_source`.
+    """
+    opened = [open_source(path, options, beside)]
+
+    def checked() -> tuple[Source, Manifest | None]:
+        source = opened.pop() if opened else open_source(path, options, beside)
+        return source, of_source(source)
+
+    return read_again_if_wrong(opened[0].store, checked)
+
+
+def _check_index(manifest: Manifest, catalog: Catalog) -> None:
+    if manifest.index is None or manifest.index[0] not in catalog.index_crcs:
+        return
+    name, sealed = manifest.index
+    found = hex64(catalog.index_crcs[name])
+    if found != sealed.crc64nvme:
+        raise IntegrityError(
+            f"the index is not the sealed one: expected CRC-64 {sealed.crc64nvme}, got {found}"
+            f" ({printable(name)})",
+            hint=_DAMAGED_INDEX,
+        )
+
+
+def _check_names(manifest: Manifest, catalog: Catalog) -> None:
+    """Compares names, types and shapes of files whose headers are their only index."""
+    sealed = {fqn: (t.dtype, tuple(t.shape)) for fqn, t in manifest.tensors.items()}
+    found = {fqn: (t.dtype.name, tuple(t.shape)) for fqn, t in catalog.tensors.items()}
+    for fqn in {**found, **sealed} if found != sealed else ():
+        if found.get(fqn) != sealed.get(fqn):
+            raise IntegrityError(
+                f"a header is not the sealed one: expected {sealed.get(fqn, 'no such tensor')}, got"
+                f" {found.get(fqn, 'none')} ({printable(fqn)!r})",
+                hint=_DAMAGED_INDEX,
+            )
 
 
 def of_store(store: Store) -> Manifest | None:

@@ -42,6 +42,7 @@ from ckpt_tools.publish.manifest import (
     SealedTensor,
     file_name,
     of_source,
+    of_store,
     seal_file,
     seal_tensors,
 )
@@ -81,6 +82,7 @@ class TransferRequest:
         prove: called before anything is published; it raises if the bytes read were wrong.
         about: more facts on the source, for the manifest.
         in_place: the result replaces its own source.
+        is_damaged: the source is known to be damaged, and the catalog has the rest.
         may_assume: in a remote store, read payloads from their usual positions, and check the
             positions afterwards.
     """
@@ -99,6 +101,7 @@ class TransferRequest:
     prove: Callable[[Group], None] | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
     in_place: bool = False
+    is_damaged: bool = False
     may_assume: bool = True
 
 
@@ -225,7 +228,8 @@ class Transfer:
             prove_copies(
                 self.source, self.request.catalog, self.part, self.located, self.jobs, self.tiles
             )
-            self.sealed = of_source(self.source)
+            is_known = self.request.is_damaged
+            self.sealed = of_store(self.source.store) if is_known else of_source(self.source)
             prints = sealed_prints(self.sealed, self.source, self.request.catalog, self.plan)
             self.prints: Mapping[str, SealedFingerprint] = {
                 fqn: sealed for fqn, sealed in prints.items() if fqn not in self.request.alter

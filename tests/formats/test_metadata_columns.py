@@ -110,7 +110,7 @@ def test_the_metadata_of_a_large_job_is_read_so_too(tmp_path: Path) -> None:
         plain = {
             f: TensorEntry(f, t.dtype, t.shape, tuple(t.chunks)) for f, t in found.tensors.items()
         }
-        entries, objects, _, _ = dcp._read(LocalStore(tmp_path / "run"), [".metadata"])
+        entries, objects, _, _ = dcp._read(LocalStore(tmp_path / "run"), [".metadata"], {})
         assert entries == plain and {f: e[0] for f, e in objects.items()} == {
             f: o.extent for f, o in found.objects.items()
         }

@@ -25,6 +25,7 @@ from ckpt_tools.core.catalog import (
     TensorEntry,
     files_of,
 )
+from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.core.dtypes import DType, by_name
 from ckpt_tools.core.plan import Literal, Slot, Target, Trailer
 from ckpt_tools.errors import (
@@ -78,9 +79,9 @@ def read_catalog(store: Store) -> Catalog:
         else sorted((n for n in files if _RANK_METADATA.fullmatch(n)), key=_metadata_rank)
     )
     is_large = len(names) == 1 and files[names[0]] >= _MANY_BYTES
-    entries, objects, parsed, aside = (_read_many(store, names[0]) if is_large else None) or _read(
-        store, names
-    )
+    crcs: dict[str, int] = {}
+    found = _read_many(store, names[0], crcs) if is_large else None
+    entries, objects, parsed, aside = found or _read(store, names, crcs)
     items = {
         fqn: BytesEntry(fqn, extents[0], tuple(extents[1:])) for fqn, extents in objects.items()
     }
@@ -110,6 +111,7 @@ def read_catalog(store: Store) -> Catalog:
         archives,
         made=made.files,
         unread=aside.kinds,
+        index_crcs=crcs,
     )
     beside = next((name for name in _BESIDE if name in files), "")
     return _with_values(catalog, store, beside, files[beside]) if beside else catalog
@@ -243,8 +245,15 @@ def _resolved(opened: OpenedFile, tensor: UnreadTensor) -> bytes:
 _Read = tuple[dict[str, TensorEntry], dict[str, list[Extent]], list[Metadata], _Aside]
 
 
-def _read(store: Store, names: Iterable[str]) -> _Read:
-    """Reads metadata files one by one.
+def _read_index(store: Store, name: str, crcs: dict[str, int]) -> bytes:
+    """Reads a metadata file, and notes its CRC-64."""
+    data = read(store, name)
+    crcs[name] = crc64nvme(data)
+    return data
+
+
+def _read(store: Store, names: Iterable[str], crcs: dict[str, int]) -> _Read:
+    """Reads metadata files one by one, and notes their CRC-64.
 
     Returns tensors, objects with their replicas, the contents of each file, and the tensors of
     types that ckpt does not read.
@@ -255,7 +264,7 @@ def _read(store: Store, names: Iterable[str]) -> _Read:
     objects: dict[str, list[Extent]] = {}
     with no_gc():
         for name in names:
-            parsed.append(dcp_metadata.parse_metadata(read(store, name), name))
+            parsed.append(dcp_metadata.parse_metadata(_read_index(store, name, crcs), name))
             _collect(parsed[-1], name, tensors, metas, objects)
         aside, entries = _Aside(), {}
         for fqn, meta in metas.items():
@@ -268,7 +277,7 @@ def _read(store: Store, names: Iterable[str]) -> _Read:
     return entries, objects, parsed, aside
 
 
-def _read_many(store: Store, name: str) -> _Read | None:
+def _read_many(store: Store, name: str, crcs: dict[str, int]) -> _Read | None:
     """Reads a file with very many chunks as arrays; None if the file is not regular enough.
 
     Returns the same as `_read`.
@@ -276,7 +285,7 @@ def _read_many(store: Store, name: str) -> _Read | None:
     # importing NumPy takes longer than reading most checkpoints
     from ckpt_tools.formats.dcp.metadata_columns import read_bulk
 
-    found = read_bulk(read(store, name), name)
+    found = read_bulk(_read_index(store, name, crcs), name)
     if found is None:
         return None
     metadata, chunks = found

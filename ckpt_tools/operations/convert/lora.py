@@ -26,6 +26,7 @@ from ckpt_tools.engine.kernels import cast
 from ckpt_tools.engine.run import Alter
 from ckpt_tools.errors import FormatError, PlanError, printable
 from ckpt_tools.formats.registry import Source, open_source
+from ckpt_tools.publish.manifest import open_sealed
 from ckpt_tools.storage import read
 from ckpt_tools.storage.small_files import MAX_JSON_BYTES, parse_json
 
@@ -68,7 +69,7 @@ def read_lora(
         PlanError: its kind cannot be merged, or it does not fit the weights.
         FormatError: it is malformed.
     """
-    source = open_source(folder, storage_options)
+    source, _ = open_sealed(folder, storage_options)
     try:
         return _read_lora(source, catalog, model)
     finally:
