@@ -1,7 +1,7 @@
 """Collects what a save writes: this rank's shards and objects, and the layout of all ranks.
 
-Between two saves of a loop, only values change. Then nothing is exchanged here: each rank proves it
-of its own state, and one exchange of the manager tells the others.
+Between two saves of a loop, only values change. Then the ranks exchange two numbers here: how many
+have failed, and for how many something else has changed.
 
 Imports torch.
 """
@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_tools.core.laps import Laps
+from ckpt_tools.loop.offers import offers_of
 from ckpt_tools.loop.pack_objects import checksums, pack_objects, refuse_conflicts
 from ckpt_tools.loop.save import SaveExtras, SaveLayout, agree_layout, extras_of
-from ckpt_tools.loop.state_cache import KnownShards, StateCache
+from ckpt_tools.loop.shards import local_shards
+from ckpt_tools.loop.state_cache import RankShards, StateCache
 from ckpt_tools.loop.state_dict import ExportedState, check_container, export, holders_of
 from ckpt_tools.ranks.gloo import GlooGroup
 
@@ -48,19 +50,15 @@ class Collected(NamedTuple):
 
     Attributes:
         extras: files, metrics and the like.
-        known: its shards, and what it offers to write.
+        tensors: that this rank writes, in the order of its task.
         objects: packed, by name.
         layout: as agreed by all ranks.
     """
 
     extras: SaveExtras
-    known: KnownShards
+    tensors: list[torch.Tensor]
     objects: Mapping[str, bytes]
     layout: SaveLayout
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Returns the tensors that this rank writes, in the order of its task."""
-        return [self.known.shards[number].tensor for number in self.layout.task.offers]
 
 
 class Collector:
@@ -71,63 +69,49 @@ class Collector:
         self._group, self._cache = group, StateCache()
         self._layout: SaveLayout | None = None
 
-    def unchanged(self, request: SaveRequest) -> Collected | None:
-        """Returns this rank's part of a save whose layout is that of the last one; else None.
-
-        It exchanges nothing. An error also gives None: `collect` meets it again, and tells it to
-        all ranks.
-        """
-        layout = self._layout
-        if layout is None or request.only or request.names_differ:
-            return None
-        try:
-            check_container(request.state)
-            if not self._cache.holds(holders_of(request.state)):
-                return None
-            extras = self._extras(request)
-            exported = export(request.state, cache=self._cache)
-            known = self._cache.shards(exported.tensors)
-            objects, _ = pack_objects(exported, self._group.rank)
-        except Exception:  # noqa: BLE001  raised again by collect, which all ranks call then
-            return None
-        names = (known.offers, tuple(objects), _values(exported))
-        if names != (layout.offers, layout.objects, layout.values):
-            return None
-        return Collected(extras, known, objects, layout)
-
     def collect(self, request: SaveRequest, laps: Laps) -> Collected:
         """Returns this rank's part of a save. All ranks call it.
 
         Raises:
             CheckpointError: a rank cannot save its state, or ranks disagree about it.
         """
-        what = request.what
-        with self._group.phase(f"collect the state for {what}"):
+        rank, named, below = self._group.rank, list[dict[str, int]](), None
+        with self._group.phase(f"collect the state for {request.what}") as votes:
             extras = self._extras(request)
-            check_container(request.state)
-            if not request.only:
-                self._cache.begin(holders_of(request.state))
-            exported = export(
-                request.state, only=request.only, cache=None if request.only else self._cache
-            )
-            known = self._cache.shards(exported.tensors)
+            exported, found = self._export(request)
+            if not request.names_differ:
+                objects, paths = pack_objects(exported, rank)
+                names = (found.offers, tuple(objects), _values(exported), paths)
+                votes.mine = self._layout is None or names != self._layout.names
         laps.lap("collect")
-        below = None
-        named: list[dict[str, int]] = []
         if request.names_differ:
-            with self._group.phase(f"collect the values for {what}"):
+            with self._group.phase(f"collect the values for {request.what}"):
                 mine = checksums(exported)
             named = self._group.all_gather(mine, "share the names of values")
-            below = {n for names in named[: self._group.rank] for n in names}
-        with self._group.phase(f"collect the values for {what}"):
-            refuse_conflicts(named)
-            objects, paths = pack_objects(exported, self._group.rank, below)
-        values = _values(exported, request.names_differ)
-        self._layout = agree_layout(
-            self._group, self._layout, known.offers, tuple(objects), values, paths
-        )
+            below = {n for names in named[:rank] for n in names}
+            with self._group.phase(f"collect the values for {request.what}"):
+                refuse_conflicts(named)
+                objects, paths = pack_objects(exported, rank, below)
+        if votes.all or request.names_differ:
+            values = _values(exported, request.names_differ)
+            self._layout = agree_layout(self._group, found.offers, tuple(objects), values, paths)
+        assert self._layout is not None
         laps.lap("agree")
-        return Collected(extras, known, objects, self._layout)
+        tensors = [found.tensors[number] for number in self._layout.task.offers]
+        return Collected(extras, tensors, objects, self._layout)
+
+    def _export(self, request: SaveRequest) -> tuple[ExportedState, RankShards]:
+        if request.only:
+            exported = export(request.state, only=request.only)
+            shards = local_shards(exported.tensors)
+            return exported, RankShards([shard.tensor for shard in shards], offers_of(shards))
+        check_container(request.state)
+        self._cache.begin(holders_of(request.state))
+        try:
+            exported = export(request.state, cache=self._cache)
+            return exported, self._cache.shards(exported.tensors)
+        finally:
+            self._cache.end()
 
     def _extras(self, request: SaveRequest) -> SaveExtras:
         if self._group.rank == 0:
@@ -136,10 +120,6 @@ class Collector:
         if callable(files):
             files = files() if self._group.rank == 0 else None
         return extras_of(request.only, files, request.metrics, request.statistics)
-
-    def forget(self) -> None:
-        """Forgets the state, and frees its tensors."""
-        self._cache.forget()
 
 
 def _values(exported: ExportedState, names_differ: bool = False) -> tuple[str, ...]:

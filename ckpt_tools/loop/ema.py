@@ -14,6 +14,7 @@ from torch import nn
 
 from ckpt_tools.core.catalog import strip_wrappers
 from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.loop.late_copies import hold_all
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -99,6 +100,7 @@ class Ema:
 
     @torch.no_grad()
     def _put(self, values: Mapping[str, torch.Tensor]) -> None:
+        hold_all()
         for name, parameter in self._params.items():
             _local(parameter.detach()).copy_(_local(values[name]))
 

@@ -5,39 +5,64 @@ Imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from ckpt_tools.core.logs import log
+from ckpt_tools.loop.optimizers import StateOwners
+from ckpt_tools.loop.shards import local_part
 from ckpt_tools.loop.staging import StagedCopy
+from ckpt_tools.loop.unchanged import memory_of
+
+_ACTIVE: weakref.WeakSet[LateCopies] = weakref.WeakSet()
+
+
+def hold_all() -> None:
+    """Lets changes of any state wait for the copies that still read it.
+
+    For functions of this tool that write into tensors, such as a load.
+    """
+    for copies in list(_ACTIVE):
+        copies.hold()
 
 
 class LateCopies:
     """The copy of the last save, for which the next step of any optimizer waits.
 
-    Only an optimizer changes its parameters and its state. A forward and a backward pass read them.
-    So these tensors are copied meanwhile. All others, such as buffers, are copied at once.
+    Only an optimizer changes the parameters that it trains, and its state. So these tensors are
+    copied while training goes on. All others are copied at once: buffers, frozen parameters, and
+    embeddings with `max_norm`, whose forward pass writes them.
     """
 
     def __init__(self) -> None:
         """Hooks into the steps of all optimizers: some may share parameters with the state."""
         self._copy: StagedCopy | None = None
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        self._hook, self._pid = register_optimizer_step_pre_hook(self._before_step), os.getpid()
+        # a hook of the user's own may change parameters: it must come later
+        _global_optimizer_pre_hooks.move_to_end(self._hook.id, last=False)  # type: ignore[attr-defined]
         self._told = set[type]()
+        _ACTIVE.add(self)
 
-    def find(self, optimizers: Iterable[Optimizer], tensors: Sequence[torch.Tensor]) -> set[int]:
-        """Returns the numbers of the tensors that belong to these optimizers."""
-        owned = set[tuple[torch.device, int]]()
-        for optimizer in filter(self._is_hooked, optimizers):
-            for group in optimizer.param_groups:
-                owned.update(map(_memory, group["params"]))
-            for found in optimizer.state.values():
-                owned.update(_memory(v) for v in found.values() if isinstance(v, torch.Tensor))
+    def find(self, owners: StateOwners, tensors: Sequence[torch.Tensor]) -> set[int]:
+        """Returns the numbers of the tensors that only the optimizers of a state change."""
+        owned, written = set[object](), set[object]()
+        for _, optimizer in owners.optimizers:
+            if self._is_hooked(optimizer):
+                for group in optimizer.param_groups:
+                    owned.update(_memory(p) for p in group["params"] if p.requires_grad)
+                for found in optimizer.state.values():
+                    owned.update(_memory(v) for v in found.values() if isinstance(v, torch.Tensor))
+        for _, root in owners.modules:
+            for module in root.modules():
+                if getattr(module, "max_norm", None) is not None:
+                    written.update(map(_memory, module.parameters(recurse=False)))
+        owned -= written
         return {n for n, t in enumerate(tensors) if t.numel() and _memory(t) in owned}
 
     def _is_hooked(self, optimizer: Optimizer) -> bool:
@@ -61,17 +86,24 @@ class LateCopies:
         self.hold()
 
     def hold(self) -> None:
-        """Lets later changes of the state wait for the copy."""
-        copy, self._copy = self._copy, None
-        if copy is not None:
-            copy.hold_updates()
+        """Lets later changes of the state wait for the copy.
+
+        Every thread and every stream waits for itself, so the copy stays known until it is
+        complete.
+        """
+        copy = self._copy
+        if copy is None or os.getpid() != self._pid:
+            return  # in a forked child, no thread would complete the copy
+        copy.hold_updates()
+        if copy.is_complete and self._copy is copy:
+            self._copy = None
 
     def close(self) -> None:
         """Waits for the copy, and removes the hook."""
         self.hold()
         self._hook.remove()
+        _ACTIVE.discard(self)
 
 
-def _memory(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.device, local.data_ptr()
+def _memory(tensor: torch.Tensor) -> object:
+    return memory_of(local_part(tensor))

@@ -352,15 +352,9 @@ class CheckpointManager:
             lambda: self._refuse_taken(step, what, overwrite),
         )
         with torch.no_grad():
-            laps = Laps()
-            laps.lap("wait")  # the first phase of a report
-            collected = None if self._writer.is_busy else self._collector.unchanged(request)
-            laps.lap("collect")
-            flags = (self._writer.is_busy and may_skip, collected is None)
-            is_skipped, is_changed = self._group.meet("save", call, flags)
-            laps.lap("agree")
-            if is_skipped:
+            if self._group.meet("save", call, (self._writer.is_busy and may_skip, 0))[0]:
                 return False
+            laps = Laps()
             self.wait()
             laps.lap("wait")
             if step == self._writer.last_step and not overwrite and name is None:
@@ -370,8 +364,7 @@ class CheckpointManager:
                 )
                 return True
             self._schedule.saved()
-            if collected is None or is_changed:
-                collected = self._collector.collect(request, laps)
+            collected = self._collector.collect(request, laps)
             copy = self._copy(collected, state, is_background)
             laps.lap("copy")
         extras = replace(collected.extras, timing=laps.seconds)
@@ -408,14 +401,14 @@ class CheckpointManager:
 
         What fails here, the writer raises. So every rank hears of it without a further exchange.
         """
-        tensors = collected.tensors()
+        tensors = collected.tensors
         try:
             if not is_background:
                 return self._stage.live(tensors)
             if self._late is None:
                 return self._stage.copy(tensors)
-            owners = [optimizer for _, optimizer in holders_of(state).optimizers]
-            copy = self._stage.copy(tensors, self._late.find(owners, tensors))
+            late = self._late.find(holders_of(state), tensors)
+            copy = self._stage.copy(tensors, late)
             self._late.began(copy)
             return copy
         except Exception as error:  # noqa: BLE001  raised by the writer
@@ -515,7 +508,7 @@ class CheckpointManager:
         """The number of this rank among those that save together."""
         return self._group.rank
 
-    def phase(self, what: str) -> AbstractContextManager[None]:
+    def phase(self, what: str) -> AbstractContextManager[object]:
         """Returns a context in which a failure of one rank is told to all, such as after a save.
 
         Args:
@@ -717,7 +710,6 @@ class CheckpointManager:
         self._is_open = False
         if self._late is not None:
             self._late.close()
-        self._collector.forget()
         at_exit.unregister(self.close)
         self._writer.close()
         self._stage.close()

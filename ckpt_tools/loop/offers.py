@@ -11,9 +11,16 @@ from ckpt_tools.loop.shards import Shard, alias_key
 from ckpt_tools.loop.write import ShardInfo
 
 
-def offers_of(shards: Sequence[Shard]) -> tuple[ShardInfo, ...]:
-    """Returns a `ShardInfo` for each of this rank's shards; `alias` marks tied weights."""
-    seen: dict[object, str] = {}
+def offers_of(
+    shards: Sequence[Shard], seen: dict[object, str] | None = None
+) -> tuple[ShardInfo, ...]:
+    """Returns a `ShardInfo` for each of this rank's shards; `alias` marks tied weights.
+
+    Args:
+        shards: of this rank.
+        seen: the name of each memory that was seen before. Those of these shards are added.
+    """
+    seen = {} if seen is None else seen
     offers = []
     for shard in shards:
         key = alias_key(shard)

@@ -71,11 +71,14 @@ class MetadataHead(NamedTuple):
 
 @dataclass(slots=True)
 class SaveLayout:
-    """The agreed layout of a save, as one rank needs it. It is kept from save to save."""
+    """The agreed layout of a save, as one rank needs it. It is kept from save to save.
 
-    offers: tuple[ShardInfo, ...]
-    objects: tuple[str, ...]
-    values: tuple[str, ...]
+    `names` has what the rank brought: its offers, its objects, its values, and all paths.
+    """
+
+    names: tuple[
+        tuple[ShardInfo, ...], tuple[str, ...], tuple[str, ...], Mapping[str, tuple[str | int, ...]]
+    ]
     task: WriteTask
     file: FilePlan
     head: MetadataHead | None
@@ -188,17 +191,15 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def agree_layout(
     group: GlooGroup,
-    known: SaveLayout | None,
     offers: tuple[ShardInfo, ...],
     objects: tuple[str, ...],
     values: tuple[str, ...],
     paths: Mapping[str, tuple[str | int, ...]],
 ) -> SaveLayout:
-    """Returns the layout of a save: the known one if nothing has changed on any rank.
+    """Returns the layout of a save. All ranks call it.
 
     Args:
         group: all ranks.
-        known: the layout of the last save, None at the first one.
         offers, objects: this rank's shards, and the names of the objects that it writes.
         values: the names of all values in this rank's state that are not tensors. Rank 0 writes
             those that are not per rank.
@@ -208,14 +209,6 @@ def agree_layout(
         PlanError: ranks disagree about a tensor, have different values, or the shards leave a hole.
             Every rank raises.
     """
-    changed = known is None or (known.offers, known.objects, known.values) != (
-        offers,
-        objects,
-        values,
-    )
-    if not group.sum([changed], "agree on the layout")[0]:
-        assert known is not None
-        return known
     tasks: list[WriteTask] = []
     head = None
     gathered = group.gather((offers, objects, dict(paths), values), "agree on the layout")
@@ -228,9 +221,8 @@ def agree_layout(
                 {k: v for g in reversed(gathered) for k, v in g[2].items()},
             )
     task = group.scatter(tasks, "agree on the layout")
-    return SaveLayout(
-        offers, objects, values, task, plan_file(group.rank, [offers[i] for i in task.offers]), head
-    )
+    file = plan_file(group.rank, [offers[i] for i in task.offers])
+    return SaveLayout((offers, objects, values, paths), task, file, head)
 
 
 def _check_values(values: Sequence[tuple[str, ...]], tensors: set[str]) -> None:
@@ -493,7 +485,7 @@ def _prints(layout: SaveLayout, shares: Mapping[str, int]) -> list[int]:
     """Returns this rank's share of every tensor's fingerprint."""
     values = [0] * layout.task.num_tensors
     for number, tensor in zip(layout.task.offers, layout.task.numbers, strict=True):
-        values[tensor] = shares[layout.offers[number].fqn]
+        values[tensor] = shares[layout.names[0][number].fqn]
     return values
 
 

@@ -85,6 +85,11 @@ def _pieces(
     return [(box, value._local_tensor.detach())]
 
 
+def local_part(value: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a DTensor; any other tensor itself."""
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
 def is_meta(value: torch.Tensor) -> bool:
     """Tells whether a tensor, or this rank's shard of it, has no memory."""
     if isinstance(value, ShardedTensor):  # it refuses the question where a rank has no shard

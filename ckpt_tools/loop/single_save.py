@@ -78,7 +78,7 @@ def save(
                 objects, paths = pack_objects(exported, group.rank)
                 ReadBack().check(objects)
             values = (*exported.objects, *(f"{name} (PerRank)" for name in exported.per_rank))
-            layout = agree_layout(group, None, offers_of(shards), tuple(objects), values, paths)
+            layout = agree_layout(group, offers_of(shards), tuple(objects), values, paths)
             with group.phase("copy the state"):
                 memory = Stage().live([shards[i].tensor for i in layout.task.offers]).wait()
         target = open_destination(path, storage_options)

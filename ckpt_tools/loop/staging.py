@@ -46,6 +46,14 @@ class StagedCopy:
         self._sources = sources  # kept alive
         self.waited_s = 0.0
 
+    @property
+    def is_complete(self) -> bool:
+        """Tells whether the tensors may change."""
+        return all(
+            part.done() if isinstance(part, Future) else part.query()  # type: ignore[no-untyped-call]
+            for part in self._running
+        )
+
     def wait(self) -> Sequence[memoryview]:
         """Waits for the copy, and returns the bytes of each tensor.
 
@@ -202,10 +210,11 @@ class Stage:
             self._buffer[start : start + t.numel() * t.element_size()]
             for start, t in zip(ends, tensors, strict=False)
         ]
-        rooms = [
-            _Room(part.view(t.dtype).view(t.shape), part.numpy().data)
-            for part, t in zip(parts, tensors, strict=True)
-        ]
+        with torch.inference_mode(False):
+            rooms = [
+                _Room(part.view(t.dtype).view(t.shape), part.numpy().data)
+                for part, t in zip(parts, tensors, strict=True)
+            ]
         self._kept = key, rooms
         return rooms
 
@@ -216,7 +225,8 @@ def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def _pageable(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    with torch.inference_mode(False):  # later copies may come from outside of that mode
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _pinned(nbytes: int) -> torch.Tensor:

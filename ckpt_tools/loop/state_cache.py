@@ -1,22 +1,21 @@
-"""Keeps the exported tensors of a state, and this rank's shards of them, for the next save.
+"""Keeps the names of a state's tensors, and this rank's shards of them, for the next save.
 
 Imports torch.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ckpt_tools.loop.objects import Key
 from ckpt_tools.loop.offers import offers_of
 from ckpt_tools.loop.optimizers import StateOwners
-from ckpt_tools.loop.shards import Shard, local_shards
-from ckpt_tools.loop.unchanged import ModuleGuard, OptimizerGuard, TensorGuard
+from ckpt_tools.loop.shards import local_part, local_shards
+from ckpt_tools.loop.unchanged import ModuleGuard, OptimizerGuard
 from ckpt_tools.loop.write import ShardInfo
 
 
@@ -28,82 +27,95 @@ class KnownExport(NamedTuple):
     paths: Mapping[str, Key]
 
 
-class KnownShards(NamedTuple):
-    """This rank's shards of some tensors, and what it offers to write."""
+class RankShards(NamedTuple):
+    """This rank's part of each tensor, and what it offers to write, in the same order."""
 
-    names: Sequence[str]
-    guard: TensorGuard
-    shards: Sequence[Shard]
+    tensors: Sequence[torch.Tensor]
     offers: tuple[ShardInfo, ...]
 
 
-class StateCache:
-    """The exports and shards of a state at its last save.
+class _KeptShards(NamedTuple):
+    """The shards of the kept exports; `aliases` tells which memory has which name."""
 
-    The names in an optimizer come from the modules. So the exports of all of them are known, or
-    none is. If one of them dies, everything is forgotten, and its memory is free.
+    offers: tuple[ShardInfo, ...]
+    aliases: Mapping[object, str]
+
+
+class _Kept(NamedTuple):
+    guard: ModuleGuard | OptimizerGuard
+    names: tuple[str, ...]
+    paths: Mapping[str, Key]
+
+
+class StateCache:
+    """The names in a state at its last save.
+
+    The names in an optimizer come from the modules. So the names of all of them are known, or none
+    are. Nothing here keeps a tensor alive after `end`.
     """
 
     def __init__(self) -> None:
-        self._owners: list[tuple[Key, weakref.ref[Any]]] = []
-        self._exports: dict[Key, KnownExport] = {}
-        self._shards: KnownShards | None = None
+        self._owners: list[tuple[Key, int]] = []
+        self._kept: dict[Key, _Kept] = {}
+        self._known: dict[Key, KnownExport] = {}
+        self._shards: _KeptShards | None = None
 
     def begin(self, owners: StateOwners) -> None:
-        """Starts an export: forgets everything, unless nothing has changed since the last one."""
-        if not self.holds(owners):
-            self.forget()
-            mine = chain(owners.modules, owners.tensors, owners.optimizers)
-            self._owners = [(path, weakref.ref(value, self._died)) for path, value in mine]
-
-    def holds(self, owners: StateOwners) -> bool:
-        """Tells whether nothing has changed since the last export, apart from values."""
-        mine = list(chain(owners.modules, owners.tensors, owners.optimizers))
-        return (
-            len(self._exports) == len(owners.modules) + len(owners.optimizers)
-            and len(mine) == len(self._owners)
-            and all(
-                path == before and value is known()
-                for (path, value), (before, known) in zip(mine, self._owners, strict=True)
-            )
-            and all(known.guard.holds() for known in self._exports.values())
+        """Starts an export: forgets everything, unless only values have changed since the last."""
+        mine = [
+            (path, id(value))
+            for path, value in chain(owners.modules, owners.tensors, owners.optimizers)
+        ]
+        self._known = {}
+        is_known = mine == self._owners and len(self._kept) == len(owners.modules) + len(
+            owners.optimizers
         )
+        for path, kept in self._kept.items() if is_known else ():
+            tensors = kept.guard.exported()
+            if tensors is None:
+                is_known = False
+                break
+            named = dict(zip(kept.names, tensors, strict=True))
+            self._known[path] = KnownExport(kept.guard, named, kept.paths)
+        if not is_known:
+            self._owners, self._kept, self._known, self._shards = mine, {}, {}, None
 
     def find(self, path: Key) -> KnownExport | None:
         """Returns what is known of the module or optimizer at a path."""
-        return self._exports.get(path)
+        return self._known.get(path)
 
     def keep(
         self,
         path: Key,
         guard: ModuleGuard | OptimizerGuard | None,
-        tensors: Mapping[str, torch.Tensor],
+        names: Sequence[str],
         paths: Mapping[str, Key],
     ) -> None:
-        """Keeps an export, if there is a guard for it."""
+        """Keeps the names of an export, if there is a guard for it."""
         if guard is not None:
-            mine = {name: paths[name] for name in tensors}
-            self._exports[path] = KnownExport(guard, tensors, mine)
+            self._kept[path] = _Kept(guard, tuple(names), {name: paths[name] for name in names})
 
-    def shards(self, tensors: Mapping[str, torch.Tensor]) -> KnownShards:
-        """Returns this rank's shards of all tensors, and what it offers to write.
+    def shards(self, tensors: Mapping[str, torch.Tensor]) -> RankShards:
+        """Returns this rank's shards of the exported tensors: first those of kept exports.
 
         Raises:
             PlanError: a tensor cannot be stored.
         """
-        names, values = list(tensors), list(tensors.values())
-        known = self._shards
-        if known is None or known.names != names or not known.guard.is_of(values):
-            self._shards = None
-            shards = local_shards(tensors)
-            known = KnownShards(names, TensorGuard(values), shards, offers_of(shards))
-            # without a guard for the modules, nothing would tell when the tensors are free
-            self._shards = known if self._exports else None
-        return known
+        names = list(chain.from_iterable(kept.names for kept in self._kept.values()))
+        own = set(names)
+        if self._known and self._shards is not None:
+            mine = [local_part(tensors[offer.fqn]) for offer in self._shards.offers]
+        else:
+            shards = local_shards({name: tensors[name] for name in names})
+            aliases: dict[object, str] = {}
+            self._shards = _KeptShards(offers_of(shards, aliases), aliases)
+            mine = [shard.tensor for shard in shards]
+        others = local_shards({name: t for name, t in tensors.items() if name not in own})
+        more = offers_of(others, dict(self._shards.aliases)) if others else ()
+        return RankShards(
+            [*mine, *(shard.tensor for shard in others)], (*self._shards.offers, *more)
+        )
 
-    def _died(self, _: object) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Forgets everything."""
-        self._owners, self._exports, self._shards = [], {}, None
+    def end(self) -> None:
+        """Ends an export: lets go of its tensors."""
+        self._known = {}

@@ -386,7 +386,8 @@ class _Exporter:
             self.result.of_modules |= {*self.result.tensors, *self.result.objects} - known
         if self.cache is not None and len(self.result.objects) == before[1]:
             tensors = dict(islice(self.result.tensors.items(), before[0], None))
-            self.cache.keep(path, ModuleGuard.of(module), tensors, self.result.paths)
+            guard = ModuleGuard.of(module, tensors.values())
+            self.cache.keep(path, guard, list(tensors), self.result.paths)
 
     def _visit_optimizer(self, optimizer: Optimizer, path: Key) -> None:
         with calling("state_dict", optimizer, path):
@@ -402,8 +403,8 @@ class _Exporter:
         self.emit({k: v for k, v in found.values.items() if k != "state"}, path, is_root=True)
         if self.cache is not None:
             names = [group["params"] for group in found.values["param_groups"]]
-            guard = OptimizerGuard.of(optimizer, names, path)
-            self.cache.keep(path, guard, tensors, self.result.paths)
+            guard = OptimizerGuard.of(optimizer, names, path, tensors.values())
+            self.cache.keep(path, guard, list(tensors), self.result.paths)
 
     def _reuse(self, path: Key) -> KnownExport | None:
         """Adds the tensors that are known of a module or an optimizer."""
@@ -417,8 +418,8 @@ class _Exporter:
 
     def _visit_values(self, optimizer: Optimizer, guard: OptimizerGuard, path: Key) -> None:
         """Exports what is not a tensor of an optimizer's state: such values change unseen."""
-        for parameter, key, where in guard.values:
-            self.emit(optimizer.state[parameter][key], where)
+        for value, where in guard.values(optimizer):
+            self.emit(value, where)
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             | {"params": list(names)}

@@ -29,7 +29,7 @@ class Group(Protocol):
         """The number of ranks."""
         ...
 
-    def phase(self, what: str) -> AbstractContextManager[None]:
+    def phase(self, what: str) -> AbstractContextManager[object]:
         """Runs the body on every rank; if one rank fails, every rank raises at the end.
 
         Raises:
@@ -53,7 +53,7 @@ class Group(Protocol):
 class _Alone:
     rank, size = 0, 1
 
-    def phase(self, what: str) -> AbstractContextManager[None]:
+    def phase(self, what: str) -> AbstractContextManager[object]:
         del what
         return nullcontext()
 

@@ -15,6 +15,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,19 @@ from ckpt_tools.errors import CheckpointError, PeerError
 
 T = TypeVar("T")
 _ROLL_CALL_S = 3.0
+
+
+@dataclass(slots=True)
+class Votes:
+    """The votes of the ranks at the end of a phase.
+
+    Attributes:
+        mine: whether this rank says yes.
+        all: how many ranks do, after the phase.
+    """
+
+    mine: bool = False
+    all: int = 0
 
 
 class RankSet(ABC):
@@ -59,8 +73,11 @@ class RankSet(ABC):
         """
 
     @contextmanager
-    def phase(self, what: str) -> Iterator[None]:
+    def phase(self, what: str) -> Iterator[Votes]:
         """Runs the body on every rank, then tells all ranks which ranks failed.
+
+        It yields the ranks' votes on a question. The body may set its own one, and all are known
+        afterwards.
 
         Args:
             what: names the phase in messages: "write step 500".
@@ -70,23 +87,25 @@ class RankSet(ABC):
             BaseException: this rank's own error, after the others know of it.
         """
         own: BaseException | None = None
+        votes = Votes()
         try:
-            yield
+            yield votes
         except BaseException as error:  # noqa: BLE001  # sent to all ranks, then raised below
             own = error
         try:
-            self._settle(what, own)
+            self._settle(what, own, votes)
         except PeerError:
             if own is None:
                 raise
         if own is not None:
             raise own
 
-    def _settle(self, what: str, own: BaseException | None) -> None:
+    def _settle(self, what: str, own: BaseException | None, votes: Votes) -> None:
         if self.size == 1:
+            votes.all = int(votes.mine)
             return
-        failed = self.sum([own is not None], what)
-        if not int(failed[0]):
+        failed, votes.all = self.sum([own is not None, votes.mine], what)
+        if not failed:
             return
         hint = own.hint if isinstance(own, CheckpointError) else None
         notes = [note for note in getattr(own, "__notes__", ()) if not note.startswith("hint: ")]

@@ -7,6 +7,7 @@ often torch's function was asked to export the model.
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -109,5 +110,27 @@ with CheckpointManager(root, keep_last=None, overlap_copy=True) as checkpoints:
     assert calls == 3 + dist.get_rank(), calls
     assert checkpoints.resume(state, 9) == 9
     save(checkpoints, 2)
+
+
+class Everywhere:
+    """An object whose state needs all ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, dist.get_rank())
+        return {"ranks": found}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+# the writer of rank 0 is busy for longer than that of rank 1
+with CheckpointManager(root / "other", timeout_s=60, on_commit=lambda _: time.sleep(0.3)) as other:
+    for number in range(1, 6):
+        if number == 4 and dist.get_rank() == 1:
+            weight = state["model"][0].weight
+            state["optimizer"].state[weight]["exp_avg"] = torch.zeros_like(weight)
+        other.save(number, state | {"everywhere": Everywhere()})
+        time.sleep(0.1)
 print(f"rank {dist.get_rank()}: {calls} exports, {step} steps")
 dist.destroy_process_group()

@@ -5,16 +5,21 @@ The thread that copies is blocked by an event, so each order of events is certai
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from ckpt_tools import CheckpointManager
-from tests.loop.test_state_cache import check, expected, made, parameter, train
+import ckpt_tools
+from ckpt_tools import CheckpointManager, Ema
+from tests.loop.test_state_cache import check, expected, flat, made, parameter, train
+from tests.stock import assert_stock_torch_reads
 
 
 @pytest.fixture
@@ -174,3 +179,103 @@ def test_without_overlap_a_save_has_copied_everything(tmp_path: Path) -> None:
             parameter(state).fill_(3.0)
         checkpoints.wait()
         check(tmp_path / "step-00000001", wanted)
+
+
+def test_two_optimizers_in_two_threads_both_wait(tmp_path: Path, released: threading.Event) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    state = {"model": model, "optimizers": optimizers}
+    with CheckpointManager(tmp_path, overlap_copy=True) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        block(checkpoints, released)
+        wanted = {name: value.clone() for name, value in model.state_dict().items()}
+        checkpoints.save(2, state)
+        threads = [threading.Thread(target=optimizer.step) for optimizer in optimizers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        checkpoints.wait()
+    found = assert_stock_torch_reads(tmp_path / "step-00000002")["model"]
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def embed(state: dict[str, Any], folder: Path) -> None:
+    """Runs a forward pass that writes parameters; they are copied at once."""
+    state["table"](torch.arange(8))
+
+
+def freeze(state: dict[str, Any], folder: Path) -> None:
+    """Moves a frozen parameter, which an optimizer has, too."""
+    with torch.no_grad():
+        state["frozen"].weight.mul_(2)
+
+
+def evaluate(state: dict[str, Any], folder: Path) -> None:
+    with state["ema"].applied():
+        state["model"](torch.randn(5, 4))
+
+
+def load(state: dict[str, Any], folder: Path) -> None:
+    ckpt_tools.load(folder / "step-00000001", state)
+
+
+def count(state: dict[str, Any], folder: Path) -> None:
+    """Changes what lies behind a parameter, in one long tensor that is in the state as well."""
+    state["long"][4:].add_(1)
+
+
+@pytest.mark.parametrize("change", [embed, freeze, evaluate, load, count])
+def test_what_writes_into_parameters_beside_an_optimizer(
+    change: Callable[[dict[str, Any], Path], None], tmp_path: Path, released: threading.Event
+) -> None:
+    state = made()
+    long = torch.zeros(8)
+    extra = nn.ParameterList([nn.Parameter(long[:4])])
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    table = nn.Embedding(8, 4, max_norm=0.5)
+    model = state["model"]
+    trained = [*model.parameters(), *extra, *frozen.parameters(), *table.parameters()]
+    state |= {"extra": extra, "long": long, "frozen": frozen, "table": table}
+    state["optimizer"] = torch.optim.SGD(trained, lr=0.1)
+    state["ema"] = Ema(model, 0.5)
+    for average in state["ema"].shadow.values():
+        average.fill_(7.0)
+
+    def values() -> dict[str, torch.Tensor]:
+        parts = {"model": model, "frozen": frozen, "table": table, "extra": extra}
+        found = {f"{k}.{n}": v.clone() for k, m in parts.items() for n, v in m.state_dict().items()}
+        return found | {"long": long.clone()}
+
+    with CheckpointManager(tmp_path, overlap_copy=True, keep_last=None) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        with torch.no_grad():
+            for weight in trained:
+                weight.add_(1)
+        block(checkpoints, released)
+        wanted = values()
+        checkpoints.save(2, state)
+        change(state, tmp_path)
+        checkpoints.wait()
+    stored = flat(assert_stock_torch_reads(tmp_path / "step-00000002"))
+    for name, value in wanted.items():
+        if not name.endswith("scratch"):
+            assert torch.equal(stored[name], value), name
+
+
+def test_a_forked_child_does_not_wait(tmp_path: Path, released: threading.Event) -> None:
+    state = made()
+    with CheckpointManager(tmp_path, overlap_copy=True) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        block(checkpoints, released)
+        checkpoints.save(2, state)
+        child = os.fork()
+        if not child:
+            state["optimizer"].step()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0

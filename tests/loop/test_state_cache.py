@@ -180,6 +180,18 @@ def extra_state(state: Values) -> None:
     state["model"][0].second.register_buffer("more", torch.ones(2))
 
 
+class Doubled(nn.Linear):
+    """Saves twice its weight."""
+
+    def _save_to_state_dict(self, destination: Values, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = destination[f"{prefix}weight"] * 2
+
+
+def other_class(state: Values) -> None:
+    state["model"][0].first.__class__ = Doubled
+
+
 def other_memory(state: Values) -> None:
     parameter(state).data = torch.full((4, 4), 2.0)
 
@@ -258,6 +270,7 @@ CHANGES = [
     hook_before,
     override,
     extra_state,
+    other_class,
     other_memory,
     transposed,
     shorter,
@@ -347,6 +360,100 @@ def test_a_part_of_the_state_is_saved_between_whole_ones(tmp_path: Path) -> None
             checkpoints.save(step, state, only="trainable" if step % 2 else "")
             names = assert_stock_torch_reads(tmp_path / f"step-{step:08d}")["model"].keys()
             assert ("0.first.weight" in names) == (step % 2 == 0)
+
+
+def test_memory_that_the_loop_has_freed_is_free(tmp_path: Path) -> None:
+    state = made()
+    with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state)
+        checkpoints.wait()
+        gone = [
+            weakref.ref(tensor)
+            for tensor in (
+                state["model"][1].first.weight,
+                state["optimizer"].state[parameter(state)]["exp_avg"],
+                state["mean"],
+            )
+        ]
+        state["optimizer"].state.clear()
+        del state["model"][1], state["mean"]
+        state["optimizer"] = None
+        gc.collect()
+        assert [found() for found in gone] == [None] * 3
+
+
+def test_conjugated_views_and_swapped_tensors(tmp_path: Path) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.randn(4, dtype=torch.complex64))])
+    plain = torch.ones(3)
+    state = {"model": model, "plain": plain}
+    with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        model[0].data = model[0].data.conj()
+        wanted = model[0].detach().resolve_conj().clone()
+        torch.utils.swap_tensors(plain, torch.full((3,), 2.0))
+        checkpoints.save(2, state)
+        checkpoints.wait()
+    found = assert_stock_torch_reads(tmp_path / "step-00000002")
+    assert torch.equal(found["model"]["0"], wanted)
+    assert torch.equal(found["plain"], torch.full((3,), 2.0))
+
+
+class Lines:
+    """Hands each line out once."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def state_dict(self) -> Values:
+        found, self.lines = self.lines, []
+        return {"new": found}
+
+    def load_state_dict(self, state: Values) -> None:
+        pass
+
+
+def test_a_save_asks_each_object_once(tmp_path: Path) -> None:
+    log = Lines()
+    state: Values = made() | {"log": log}
+    told: list[int] = []
+
+    def files() -> dict[str, bytes]:
+        told.append(1)
+        return {"x": b""}
+
+    with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
+        for step in range(1, 6):
+            log.lines = [f"line {step}"]
+            if step > 2:
+                state[f"new {step}"] = step
+            checkpoints.save(step, state, files=files)
+            checkpoints.wait()
+            found = assert_stock_torch_reads(tmp_path / f"step-{step:08d}")
+            assert found["log"]["new"] == [f"line {step}"] and len(told) == step
+
+
+def test_other_containers_of_the_same_names_are_stored_as_they_are(tmp_path: Path) -> None:
+    tensors = [torch.ones(2), torch.zeros(2)]
+    with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
+        checkpoints.save(1, {"x": tensors})
+        checkpoints.save(2, {"x": dict(zip("01", tensors, strict=True))})
+    assert type(assert_stock_torch_reads(tmp_path / "step-00000001")["x"]) is list
+    assert type(assert_stock_torch_reads(tmp_path / "step-00000002")["x"]) is dict
+
+
+def test_a_save_in_inference_mode_comes_before_others(tmp_path: Path) -> None:
+    state = made()
+    with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
+        with torch.inference_mode():
+            checkpoints.save(1, state)
+        checkpoints.wait()
+        train(state)
+        wanted = expected(state)
+        checkpoints.save(2, state)
+        checkpoints.wait()
+        check(tmp_path / "step-00000002", wanted)
 
 
 def test_a_manager_keeps_no_model_and_no_optimizer_alive(tmp_path: Path) -> None:
