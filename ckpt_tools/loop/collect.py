@@ -92,7 +92,8 @@ class Collector:
             with self._group.phase(f"collect the values for {request.what}"):
                 refuse_conflicts(named)
                 objects, paths = pack_objects(exported, rank, below)
-        if votes.all or request.names_differ:
+        if votes.num_yes or request.names_differ:
+            self._layout = None  # an interrupted agreement leaves none
             values = _values(exported, request.names_differ)
             self._layout = agree_layout(self._group, found.offers, tuple(objects), values, paths)
         assert self._layout is not None
@@ -106,8 +107,8 @@ class Collector:
             shards = local_shards(exported.tensors)
             return exported, RankShards([shard.tensor for shard in shards], offers_of(shards))
         check_container(request.state)
-        self._cache.begin(holders_of(request.state))
         try:
+            self._cache.begin(holders_of(request.state))
             exported = export(request.state, cache=self._cache)
             return exported, self._cache.shards(exported.tensors)
         finally:

@@ -6,6 +6,7 @@ Imports torch.
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -46,7 +47,7 @@ class LateCopies:
         self._hook, self._pid = register_optimizer_step_pre_hook(self._before_step), os.getpid()
         # a hook of the user's own may change parameters: it must come later
         _global_optimizer_pre_hooks.move_to_end(self._hook.id, last=False)  # type: ignore[attr-defined]
-        self._told = set[type]()
+        self._told, self._lock = set[type](), threading.Lock()
         _ACTIVE.add(self)
 
     def find(self, owners: StateOwners, tensors: Sequence[torch.Tensor]) -> set[int]:
@@ -80,7 +81,8 @@ class LateCopies:
 
     def began(self, copy: StagedCopy) -> None:
         """Notes a copy that may still be running."""
-        self._copy = copy
+        with self._lock:
+            self._copy = copy
 
     def _before_step(self, *_: Any) -> None:
         self.hold()
@@ -95,11 +97,12 @@ class LateCopies:
         if copy is None or os.getpid() != self._pid:
             return  # in a forked child, no thread would complete the copy
         copy.hold_updates()
-        if copy.is_complete and self._copy is copy:
-            self._copy = None
+        with self._lock:
+            if self._copy is copy and copy.is_complete:
+                self._copy = None
 
     def close(self) -> None:
-        """Waits for the copy, and removes the hook."""
+        """Lets later changes wait for the copy, and removes the hook."""
         self.hold()
         self._hook.remove()
         _ACTIVE.discard(self)

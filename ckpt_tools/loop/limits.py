@@ -17,7 +17,8 @@ class WriteLimits:
 
     Attributes:
         jobs: its threads.
-        nice: the least niceness of its threads, 0 to 19. Linux has one for each thread.
+        nice: niceness that its threads get, unless they have a higher one. On Linux, each thread
+            has its own.
         max_mbps: megabytes per second; no limit if None.
     """
 
@@ -35,6 +36,8 @@ class WriteLimits:
 
     def lower_priority(self) -> None:
         """Lowers the priority of this thread, and of the threads that it starts from now on."""
+        if not self.nice:
+            return
         thread = threading.get_native_id()
         if os.getpriority(os.PRIO_PROCESS, thread) < self.nice:
             os.setpriority(os.PRIO_PROCESS, thread, self.nice)

@@ -294,8 +294,8 @@ class CheckpointManager:
     ) -> bool:
         """Saves a step, and returns when the state may change again.
 
-        A background save returns after the copy to host memory. Any other save returns after the
-        commit.
+        A background save returns after the copy to host memory; with `overlap_copy`, see there. Any
+        other save returns after the commit.
 
         Args:
             step: its number, at least 0. A step that exists already is refused, unless `resume`

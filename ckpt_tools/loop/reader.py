@@ -18,12 +18,12 @@ from ckpt_tools.core.catalog import TensorEntry
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
 from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable
-from ckpt_tools.formats.registry import Source, open_source
+from ckpt_tools.formats.registry import Source
 from ckpt_tools.loop.load_request import LoadReport
 from ckpt_tools.loop.read_shards import fill
 from ckpt_tools.loop.shards import Shard, as_bytes
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.publish.manifest import of_source
+from ckpt_tools.publish.manifest import Manifest, open_sealed
 from ckpt_tools.storage import read
 
 _JOBS = 4
@@ -105,8 +105,8 @@ class Checkpoint(Mapping[str, StoredTensor]):
         world_size: number of ranks that saved it; None if the format does not store it.
     """
 
-    def __init__(self, source: Source) -> None:
-        self._source, self._sealed = source, of_source(source)
+    def __init__(self, source: Source, sealed: Manifest | None) -> None:
+        self._source, self._sealed = source, sealed
         self.path, self.format = source.path, source.catalog.format
         self.world_size = source.catalog.world_size
 
@@ -197,7 +197,7 @@ def open_checkpoint(
         FormatError: its metadata is malformed.
         CatalogError: it has holes, overlaps, or files that are missing or short.
     """
-    return Checkpoint(open_source(path, storage_options))
+    return Checkpoint(*open_sealed(path, storage_options))
 
 
 def _range(key: int | slice, size: int) -> range:

@@ -97,6 +97,16 @@ def is_meta(value: torch.Tensor) -> bool:
     return value.is_meta
 
 
+def has_own_memory(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor's address says where its elements lie.
+
+    It does not for sharded, sparse and nested tensors, and for subclasses that wrap others.
+    """
+    if isinstance(tensor, ShardedTensor) or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return tensor.is_meta or not tensor.numel() or tensor.data_ptr() != 0
+
+
 def _check_own_memory(fqn: str, value: torch.Tensor) -> None:
     """Refuses a tensor whose elements share memory: nothing could be loaded into it."""
     if value.layout is torch.strided and any(
@@ -123,6 +133,7 @@ def has_bytes(tensor: torch.Tensor) -> bool:
     """Tells whether a tensor's elements lie in the host's memory in row-major order."""
     return (
         tensor.device.type == "cpu"
+        and has_own_memory(tensor)
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()
@@ -142,6 +153,6 @@ def alias_key(shard: Shard) -> Any:
     Returns None for a shard without memory.
     """
     tensor = shard.tensor
-    if not shard.nbytes:
+    if not shard.nbytes or not has_own_memory(tensor):
         return None
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.stride(), shard.shape, shard.box)

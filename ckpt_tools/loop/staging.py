@@ -69,7 +69,7 @@ class StagedCopy:
             else:
                 part.synchronize()
         self.waited_s += time.monotonic() - began
-        self._sources = ()
+        self._sources, self._running = (), ()
         return self._memory
 
     def hold_updates(self) -> None:
@@ -138,7 +138,9 @@ class Stage:
         for device, mine in by_device.items():
             targets, sources = [target for target, _ in mine], [source for _, source in mine]
             if device.type == "cuda":
-                stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+                if device not in self._streams:
+                    self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                stream = self._streams[device]
                 stream.wait_stream(torch.cuda.current_stream(device))
                 with torch.cuda.stream(stream):
                     torch._foreach_copy_(targets, sources, non_blocking=True)

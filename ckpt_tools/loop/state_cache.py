@@ -15,14 +15,14 @@ from ckpt_tools.loop.objects import Key
 from ckpt_tools.loop.offers import offers_of
 from ckpt_tools.loop.optimizers import StateOwners
 from ckpt_tools.loop.shards import local_part, local_shards
-from ckpt_tools.loop.unchanged import ModuleGuard, OptimizerGuard
+from ckpt_tools.loop.unchanged import Guard
 from ckpt_tools.loop.write import ShardInfo
 
 
 class KnownExport(NamedTuple):
     """The tensors of a module or an optimizer under their flat names, and the paths of these."""
 
-    guard: ModuleGuard | OptimizerGuard
+    guard: Guard
     tensors: Mapping[str, torch.Tensor]
     paths: Mapping[str, Key]
 
@@ -42,7 +42,7 @@ class _KeptShards(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    guard: ModuleGuard | OptimizerGuard
+    guard: Guard
     names: tuple[str, ...]
     paths: Mapping[str, Key]
 
@@ -87,7 +87,7 @@ class StateCache:
     def keep(
         self,
         path: Key,
-        guard: ModuleGuard | OptimizerGuard | None,
+        guard: Guard | None,
         names: Sequence[str],
         paths: Mapping[str, Key],
     ) -> None:

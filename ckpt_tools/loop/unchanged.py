@@ -12,18 +12,18 @@ at every save. A guard keeps no tensor and no module alive. Imports torch.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpt_tools.loop.objects import Key
+from ckpt_tools.loop.shards import has_own_memory
 
 # a hook of FSDP2: it only puts the sharded parameters back into the module
 _RESHARDS = "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook"
@@ -35,10 +35,10 @@ _Slots = tuple[int, ...] | None  # of the exported tensors, among those of a gua
 
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns where a tensor's elements lie. Two equal results mean the same bytes."""
-    if isinstance(tensor, ShardedTensor):
-        return (object(),)  # it does not say: equal to no other result
     if isinstance(tensor, DTensor):
         return (tensor._spec, *memory_of(tensor._local_tensor))
+    if not has_own_memory(tensor):
+        return (object(),)  # equal to no other result
     return (
         tensor.device,
         tensor.data_ptr(),
@@ -94,14 +94,14 @@ class _Module(NamedTuple):
         module = self.module()
         if module is None or type(module) is not self.kind:
             return None
+        hooks = module._state_dict_pre_hooks.values()
+        if len(hooks) != len(self.hooks) or not all(map(is_, hooks, self.hooks)):
+            return None
         for hook in self.hooks:
             hook(module, "", False)
-        hooks = module._state_dict_pre_hooks.values()
         is_same = (
             not module._state_dict_hooks
             and not any(name in module.__dict__ for name in _OVERRIDES)
-            and len(hooks) == len(self.hooks)
-            and all(map(is_, hooks, self.hooks))
             and _names_in(module) == self.names
             and tuple(map(id, module._modules.values())) == self.children
             and module._non_persistent_buffers_set == self.non_persistent
@@ -119,8 +119,9 @@ def _names_in(module: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def _tensors_in(module: nn.Module) -> Iterable[torch.Tensor]:
-    both = chain(module._parameters.values(), module._buffers.values())
-    return (value for value in both if value is not None)
+    hidden = module._non_persistent_buffers_set
+    buffers = (value for name, value in module._buffers.items() if name not in hidden)
+    return (value for value in chain(module._parameters.values(), buffers) if value is not None)
 
 
 class ModuleGuard:
@@ -286,4 +287,3 @@ def _has_own_state_dict(optimizer: Optimizer) -> bool:
 
 
 Guard = ModuleGuard | OptimizerGuard
-Named = Mapping[str, torch.Tensor]

@@ -215,8 +215,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
 
 
 _DAMAGED_INDEX = (
-    "a bit may have flipped on the way: try again. Else take another copy, or save the rest:"
-    " ckpt salvage"
+    "if another tool has written here since the seal, remove ckpt.manifest.*.json and run ckpt"
+    " seal. Else a bit has flipped: try again, take another copy, or save the rest: ckpt salvage"
 )
 _MAX_BYTES = 128 << 20  # JSON takes up to twenty times its length in memory
 
@@ -296,14 +296,18 @@ def open_sealed(
 ) -> tuple[Source, Manifest | None]:
     """Opens a checkpoint whose names are the sealed ones; returns its manifest, too.
 
-    Names that came from a remote store are read a second time if they are others. The arguments and
-    errors are those of `open_source` and `of_source`.
+    If names from a remote store differ from the sealed ones, they are read once more. The arguments
+    and errors are those of `open_source` and `of_source`.
     """
     opened = [open_source(path, options, beside)]
 
     def checked() -> tuple[Source, Manifest | None]:
         source = opened.pop() if opened else open_source(path, options, beside)
-        return source, of_source(source)
+        try:
+            return source, of_source(source)
+        except BaseException:
+            source.store.close()
+            raise
 
     return read_again_if_wrong(opened[0].store, checked)
 

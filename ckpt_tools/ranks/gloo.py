@@ -35,11 +35,11 @@ class Votes:
 
     Attributes:
         mine: whether this rank says yes.
-        all: how many ranks do, after the phase.
+        num_yes: how many ranks do, after the phase.
     """
 
     mine: bool = False
-    all: int = 0
+    num_yes: int = 0
 
 
 class RankSet(ABC):
@@ -76,8 +76,8 @@ class RankSet(ABC):
     def phase(self, what: str) -> Iterator[Votes]:
         """Runs the body on every rank, then tells all ranks which ranks failed.
 
-        It yields the ranks' votes on a question. The body may set its own one, and all are known
-        afterwards.
+        It yields the ranks' votes on a question. The body may set this rank's vote. The number of
+        votes is known afterwards.
 
         Args:
             what: names the phase in messages: "write step 500".
@@ -102,9 +102,9 @@ class RankSet(ABC):
 
     def _settle(self, what: str, own: BaseException | None, votes: Votes) -> None:
         if self.size == 1:
-            votes.all = int(votes.mine)
+            votes.num_yes = int(votes.mine)
             return
-        failed, votes.all = self.sum([own is not None, votes.mine], what)
+        failed, votes.num_yes = self.sum([own is not None, votes.mine], what)
         if not failed:
             return
         hint = own.hint if isinstance(own, CheckpointError) else None

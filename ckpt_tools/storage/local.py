@@ -57,11 +57,11 @@ class LocalStore:
             follows: name of one file that is followed wherever it leads, because the user gave its
                 path.
         """
+        self._fds: dict[str, int] = {}
+        self._lock = threading.Lock()
         self.root = Path(os.path.realpath(root))
         self._follows, self._blobs = follows, _blobs_of(self.root)
         self.url = str(root)
-        self._fds: dict[str, int] = {}
-        self._lock = threading.Lock()
 
     def list_files(self, below: bool = False) -> Mapping[str, int]:
         try:
@@ -136,6 +136,10 @@ class LocalStore:
         with self._lock:
             while self._fds:
                 os.close(self._fds.popitem()[1])
+
+    def __del__(self) -> None:
+        """Closes the files of a store that nobody has closed, as after an error."""
+        self.close()
 
     def _is_inside(self, path: str) -> bool:
         real = _real_path(path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -174,3 +176,15 @@ def test_a_dict_of_tensors_takes_weights_that_have_another_prefix(tmp_path: Path
     more = {**{name: torch.zeros(3) for name in weights}, "model.other": torch.zeros(3)}
     with pytest.raises(PlanError, match="model.model.other"):
         ckpt_tools.load(tmp_path / "model.safetensors", {"model": more})
+
+
+def test_a_load_that_fails_leaves_no_file_open(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, asynchronous=False) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(3)})
+    counts = []
+    for _ in range(5):
+        with pytest.raises(PlanError):
+            ckpt_tools.load(tmp_path / "step-00000001", {"w": torch.ones(4)})
+        gc.collect()  # of the exception and its frames
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts == counts[:1] * 5

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt_tools import CheckpointManager
 from ckpt_tools.loop import state_dict as exporting
@@ -473,3 +474,27 @@ def test_a_manager_keeps_no_model_and_no_optimizer_alive(tmp_path: Path) -> None
         checkpoints.save(3, state)
         checkpoints.wait()
         check(tmp_path / "step-00000003", wanted)
+
+
+def test_a_hidden_sparse_buffer_does_not_matter(tmp_path: Path) -> None:
+    state = made()
+    sparse = torch.eye(3).to_sparse()
+    state["model"][0].register_buffer("graph", sparse, persistent=False)
+    with CheckpointManager(tmp_path, keep_last=None, asynchronous=False) as checkpoints:
+        for step in (1, 2):
+            wanted = expected(state)
+            checkpoints.save(step, state)
+            check(tmp_path / f"step-{step:08d}", wanted)
+            train(state)
+
+
+def test_tensors_that_wrap_others_are_not_taken_for_tied(tmp_path: Path) -> None:
+    model = nn.Module()
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        both = TwoTensor(torch.full((3,), value), torch.full((3,), value))
+        model.register_parameter(name, nn.Parameter(both))
+    with CheckpointManager(tmp_path, keep_last=None, asynchronous=False) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"model": model})
+            found = assert_stock_torch_reads(tmp_path / f"step-{step:08d}")["model"]
+            assert [float(found[name][0]) for name in "ab"] == [1.0, 2.0]
