@@ -100,6 +100,7 @@ class _Parts:
             "ranks": {},
             "unread": {},
             "unknown": {},
+            "index_crcs": {},
         }
         self.archives: list[Any] = []
         self.made, self.unknown = InMemoryFile(), UnreadValues()

@@ -264,6 +264,7 @@ def below(catalog: Catalog, folder: str, prefix: str = "") -> Catalog:
             prefix + n: replace(t, fqn=prefix + n, chunks=moved(t.chunks))
             for n, t in catalog.tensors.items()
         },
+        index_crcs={f"{folder}{name}": crc for name, crc in catalog.index_crcs.items()},
         objects={
             prefix + n: BytesEntry(prefix + n, at(o.extent), tuple(map(at, o.replicas)))
             for n, o in catalog.objects.items()

@@ -97,7 +97,7 @@ def copy(
 
     Raises:
         IntegrityError: the source's bytes differ from its manifest.
-        CheckpointError: see the tree in `errors`. Transferred files are kept for the next run.
+        CheckpointError: see the tree in `errors`. Transferred files are kept for the next attempt.
     """
     began = time.monotonic()
     if options.get("overwrite"):

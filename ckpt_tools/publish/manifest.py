@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import Catalog
+from ckpt_tools.core.catalog import TORCH_ZIP, Catalog
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Plan
 from ckpt_tools.core.statistics import TensorStatistics, unpack_statistics
@@ -283,9 +283,8 @@ def of_source(source: Source) -> Manifest | None:
     """
     manifest = of_store(source.store)
     if manifest is not None:
-        _check_index(manifest, source.catalog)
-        if source.format is safetensors:
-            _check_names(manifest, source.catalog)
+        _check_indexes(manifest, source.catalog)
+        _check_headers(manifest, source.catalog)
     return manifest
 
 
@@ -312,21 +311,26 @@ def open_sealed(
     return read_again_if_wrong(opened[0].store, checked)
 
 
-def _check_index(manifest: Manifest, catalog: Catalog) -> None:
-    if manifest.index is None or manifest.index[0] not in catalog.index_crcs:
+def _check_indexes(manifest: Manifest, catalog: Catalog) -> None:
+    """Compares the index files, as they were read, with their checksums in the manifest."""
+    sealed = {**manifest.files, **dict([manifest.index] if manifest.index else ())}
+    for name, crc in catalog.index_crcs.items():
+        if name in sealed and hex64(crc) != sealed[name].crc64nvme:
+            raise IntegrityError(
+                f"an index is not the sealed one: expected CRC-64 {sealed[name].crc64nvme}, got"
+                f" {hex64(crc)} ({printable(name)})",
+                hint=_DAMAGED_INDEX,
+            )
+
+
+def _check_headers(manifest: Manifest, catalog: Catalog) -> None:
+    """Compares names, types and shapes that come from headers, which have no checksum.
+
+    Indexes have one in the manifest, and torch's pickles have one in their zip.
+    """
+    has_pickle = any(archive.packing == TORCH_ZIP for archive in catalog.archives)
+    if catalog.index_crcs or has_pickle or catalog.lacks_shapes:
         return
-    name, sealed = manifest.index
-    found = hex64(catalog.index_crcs[name])
-    if found != sealed.crc64nvme:
-        raise IntegrityError(
-            f"the index is not the sealed one: expected CRC-64 {sealed.crc64nvme}, got {found}"
-            f" ({printable(name)})",
-            hint=_DAMAGED_INDEX,
-        )
-
-
-def _check_names(manifest: Manifest, catalog: Catalog) -> None:
-    """Compares names, types and shapes of files whose headers are their only index."""
     sealed = {fqn: (t.dtype, tuple(t.shape)) for fqn, t in manifest.tensors.items()}
     found = {fqn: (t.dtype.name, tuple(t.shape)) for fqn, t in catalog.tensors.items()}
     for fqn in {**found, **sealed} if found != sealed else ():
