@@ -16,11 +16,12 @@ import torch
 
 from ckpt_tools.core.laps import Laps
 from ckpt_tools.loop.offers import offers_of
+from ckpt_tools.loop.optimizers import StateOwners
 from ckpt_tools.loop.pack_objects import checksums, pack_objects, refuse_conflicts
-from ckpt_tools.loop.save import SaveExtras, SaveLayout, agree_layout, extras_of
+from ckpt_tools.loop.save import RankNames, SaveExtras, SaveLayout, agree_layout, extras_of
 from ckpt_tools.loop.shards import local_shards
 from ckpt_tools.loop.state_cache import RankShards, StateCache
-from ckpt_tools.loop.state_dict import ExportedState, check_container, export, holders_of
+from ckpt_tools.loop.state_dict import ExportedState, export
 from ckpt_tools.ranks.gloo import GlooGroup
 
 Files = Mapping[str, bytes] | Callable[[], Mapping[str, bytes]]
@@ -53,12 +54,14 @@ class Collected(NamedTuple):
         tensors: that this rank writes, in the order of its task.
         objects: packed, by name.
         layout: as agreed by all ranks.
+        owners: the modules, tensors and optimizers of the state.
     """
 
     extras: SaveExtras
     tensors: list[torch.Tensor]
     objects: Mapping[str, bytes]
     layout: SaveLayout
+    owners: StateOwners
 
 
 class Collector:
@@ -81,7 +84,7 @@ class Collector:
             exported, found = self._export(request)
             if not request.names_differ:
                 objects, paths = pack_objects(exported, rank)
-                names = (found.offers, tuple(objects), _values(exported), paths)
+                names = RankNames(found.offers, tuple(objects), _values(exported), paths)
                 votes.mine = self._layout is None or names != self._layout.names
         laps.lap("collect")
         if request.names_differ:
@@ -92,23 +95,22 @@ class Collector:
             with self._group.phase(f"collect the values for {request.what}"):
                 refuse_conflicts(named)
                 objects, paths = pack_objects(exported, rank, below)
+                values = _values(exported, names_differ=True)
+                names = RankNames(found.offers, tuple(objects), values, paths)
         if votes.num_yes or request.names_differ:
             self._layout = None  # an interrupted agreement leaves none
-            values = _values(exported, request.names_differ)
-            self._layout = agree_layout(self._group, found.offers, tuple(objects), values, paths)
+            self._layout = agree_layout(self._group, names)
         assert self._layout is not None
         laps.lap("agree")
         tensors = [found.tensors[number] for number in self._layout.task.offers]
-        return Collected(extras, tensors, objects, self._layout)
+        return Collected(extras, tensors, objects, self._layout, exported.owners)
 
     def _export(self, request: SaveRequest) -> tuple[ExportedState, RankShards]:
         if request.only:
             exported = export(request.state, only=request.only)
             shards = local_shards(exported.tensors)
             return exported, RankShards([shard.tensor for shard in shards], offers_of(shards))
-        check_container(request.state)
         try:
-            self._cache.begin(holders_of(request.state))
             exported = export(request.state, cache=self._cache)
             return exported, self._cache.shards(exported.tensors)
         finally:

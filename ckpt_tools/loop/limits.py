@@ -30,8 +30,8 @@ class WriteLimits:
         """Refuses numbers out of range."""
         if type(self.nice) is not int or not 0 <= self.nice <= _MAX_NICE:
             raise ValueError(f"writer_nice: expected 0 to {_MAX_NICE}, got {self.nice!r}")
-        is_number = type(self.max_mbps) in (int, float, type(None))
-        if not is_number or not 0 < (1 if self.max_mbps is None else self.max_mbps) < math.inf:
+        limit = 1 if self.max_mbps is None else self.max_mbps
+        if type(limit) not in (int, float) or not 0 < limit < math.inf:
             raise ValueError(f"max_mbps: expected a number above 0, got {self.max_mbps!r}")
 
     def lower_priority(self) -> None:

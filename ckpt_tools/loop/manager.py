@@ -60,7 +60,6 @@ from ckpt_tools.loop.schedule import SaveSchedule
 from ckpt_tools.loop.search import StepSearch
 from ckpt_tools.loop.signals import SignalWatch
 from ckpt_tools.loop.staging import Stage, StagedCopy
-from ckpt_tools.loop.state_dict import holders_of
 from ckpt_tools.loop.waiting import retry_outage
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import open_root
@@ -365,7 +364,7 @@ class CheckpointManager:
                 return True
             self._schedule.saved()
             collected = self._collector.collect(request, laps)
-            copy = self._copy(collected, state, is_background)
+            copy = self._copy(collected, is_background)
             laps.lap("copy")
         extras = replace(collected.extras, timing=laps.seconds)
         stall_s = time.monotonic() - began if is_background else 0.0
@@ -380,10 +379,13 @@ class CheckpointManager:
             extras,
             stall_s,
         )
-        if is_background:
-            self._writer.submit(save, self._writers)
-        else:
-            self._writer.write(save, self._group)
+        try:
+            if is_background:
+                self._writer.submit(save, self._writers)
+            else:
+                self._writer.write(save, self._group)
+        finally:
+            copy.raise_interrupt()
         return True
 
     def _refuse_taken(self, step: int, what: str, overwrite: bool) -> None:
@@ -394,12 +396,10 @@ class CheckpointManager:
                 hint="a step is saved once: pass overwrite=True to replace it, or move it away",
             )
 
-    def _copy(
-        self, collected: Collected, state: Mapping[str, Any], is_background: bool
-    ) -> StagedCopy:
+    def _copy(self, collected: Collected, is_background: bool) -> StagedCopy:
         """Returns this rank's shards in host memory.
 
-        What fails here, the writer raises. So every rank hears of it without a further exchange.
+        The writer raises what fails here. So every rank hears of it without a further exchange.
         """
         tensors = collected.tensors
         try:
@@ -407,11 +407,11 @@ class CheckpointManager:
                 return self._stage.live(tensors)
             if self._late is None:
                 return self._stage.copy(tensors)
-            late = self._late.find(holders_of(state), tensors)
+            late = self._late.find(collected.owners, tensors)
             copy = self._stage.copy(tensors, late)
             self._late.began(copy)
             return copy
-        except Exception as error:  # noqa: BLE001  raised by the writer
+        except BaseException as error:  # noqa: BLE001  raised by the writer
             return StagedCopy((), error=error)
 
     def before_step(self) -> None:

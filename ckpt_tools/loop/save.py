@@ -69,16 +69,30 @@ class MetadataHead(NamedTuple):
     objects: tuple[tuple[str, ...], ...]
 
 
+class RankNames(NamedTuple):
+    """The names in one rank's state.
+
+    Attributes:
+        offers: its shards.
+        objects: the objects that it writes.
+        values: all values that are not tensors. Rank 0 writes those that are not per rank.
+        paths: the path of keys to every name.
+    """
+
+    offers: tuple[ShardInfo, ...]
+    objects: tuple[str, ...]
+    values: tuple[str, ...]
+    paths: Mapping[str, tuple[str | int, ...]]
+
+
 @dataclass(slots=True)
 class SaveLayout:
     """The agreed layout of a save, as one rank needs it. It is kept from save to save.
 
-    `names` has what the rank brought: its offers, its objects, its values, and all paths.
+    `names` has the names that this rank brought.
     """
 
-    names: tuple[
-        tuple[ShardInfo, ...], tuple[str, ...], tuple[str, ...], Mapping[str, tuple[str | int, ...]]
-    ]
+    names: RankNames
     task: WriteTask
     file: FilePlan
     head: MetadataHead | None
@@ -189,21 +203,8 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
 # ---- agreeing ------------------------------------------------------------------------------------
 
 
-def agree_layout(
-    group: GlooGroup,
-    offers: tuple[ShardInfo, ...],
-    objects: tuple[str, ...],
-    values: tuple[str, ...],
-    paths: Mapping[str, tuple[str | int, ...]],
-) -> SaveLayout:
-    """Returns the layout of a save. All ranks call it.
-
-    Args:
-        group: all ranks.
-        offers, objects: this rank's shards, and the names of the objects that it writes.
-        values: the names of all values in this rank's state that are not tensors. Rank 0 writes
-            those that are not per rank.
-        paths: the path of keys to every name, as rank 0 has it.
+def agree_layout(group: GlooGroup, names: RankNames) -> SaveLayout:
+    """Returns the layout of a save. All ranks call it, each with its names.
 
     Raises:
         PlanError: ranks disagree about a tensor, have different values, or the shards leave a hole.
@@ -211,18 +212,20 @@ def agree_layout(
     """
     tasks: list[WriteTask] = []
     head = None
-    gathered = group.gather((offers, objects, dict(paths), values), "agree on the layout")
+    gathered = group.gather(names, "agree on the layout")
     with group.phase("agree on the layout"):
         if group.rank == 0:
-            _check_values([g[3] for g in gathered], {offer.fqn for g in gathered for offer in g[0]})
+            _check_values(
+                [g.values for g in gathered], {offer.fqn for g in gathered for offer in g.offers}
+            )
             tasks, head = assign(
-                [g[0] for g in gathered],
-                [g[1] for g in gathered],
-                {k: v for g in reversed(gathered) for k, v in g[2].items()},
+                [g.offers for g in gathered],
+                [g.objects for g in gathered],
+                {k: v for g in reversed(gathered) for k, v in g.paths.items()},
             )
     task = group.scatter(tasks, "agree on the layout")
-    file = plan_file(group.rank, [offers[i] for i in task.offers])
-    return SaveLayout((offers, objects, values, paths), task, file, head)
+    file = plan_file(group.rank, [names.offers[i] for i in task.offers])
+    return SaveLayout(names, task, file, head)
 
 
 def _check_values(values: Sequence[tuple[str, ...]], tensors: set[str]) -> None:
@@ -485,7 +488,7 @@ def _prints(layout: SaveLayout, shares: Mapping[str, int]) -> list[int]:
     """Returns this rank's share of every tensor's fingerprint."""
     values = [0] * layout.task.num_tensors
     for number, tensor in zip(layout.task.offers, layout.task.numbers, strict=True):
-        values[tensor] = shares[layout.names[0][number].fqn]
+        values[tensor] = shares[layout.names.offers[number].fqn]
     return values
 
 

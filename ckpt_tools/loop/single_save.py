@@ -17,7 +17,7 @@ from ckpt_tools.core.threads import num_threads
 from ckpt_tools.loop.archives import ReadBack
 from ckpt_tools.loop.offers import offers_of
 from ckpt_tools.loop.pack_objects import pack_objects
-from ckpt_tools.loop.save import SaveReport, agree_layout, extras_of, write
+from ckpt_tools.loop.save import RankNames, SaveReport, agree_layout, extras_of, write
 from ckpt_tools.loop.shards import local_shards
 from ckpt_tools.loop.staging import Stage
 from ckpt_tools.loop.state_dict import export
@@ -78,7 +78,8 @@ def save(
                 objects, paths = pack_objects(exported, group.rank)
                 ReadBack().check(objects)
             values = (*exported.objects, *(f"{name} (PerRank)" for name in exported.per_rank))
-            layout = agree_layout(group, offers_of(shards), tuple(objects), values, paths)
+            names = RankNames(offers_of(shards), tuple(objects), values, paths)
+            layout = agree_layout(group, names)
             with group.phase("copy the state"):
                 memory = Stage().live([shards[i].tensor for i in layout.task.offers]).wait()
         target = open_destination(path, storage_options)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckpt_tools.errors import CheckpointError
 from ckpt_tools.loop.shards import as_bytes
 
 _ALIGNMENT = 64
@@ -60,6 +61,8 @@ class StagedCopy:
         Raises:
             Exception: the error that has ended the copy.
         """
+        if self._error is not None and not isinstance(self._error, Exception):
+            raise CheckpointError("the copy to host memory was interrupted") from self._error
         if self._error is not None:
             raise self._error
         began = time.monotonic()
@@ -71,6 +74,11 @@ class StagedCopy:
         self.waited_s += time.monotonic() - began
         self._sources, self._running = (), ()
         return self._memory
+
+    def raise_interrupt(self) -> None:
+        """Raises what has interrupted the copy, such as Ctrl-C: the loop is meant, not the save."""
+        if self._error is not None and not isinstance(self._error, Exception):
+            raise self._error
 
     def hold_updates(self) -> None:
         """Lets later changes of the tensors wait for the copy.

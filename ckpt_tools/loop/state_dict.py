@@ -136,6 +136,7 @@ class ExportedState:
         fresh: paths of new optimizer state: memory without values until something is loaded.
         frozen: names of parameters that take no gradient; for a load, or a save of a part.
         of_modules: names of the entries of modules; for a save of a part.
+        owners: the modules, tensors and optimizers of the state.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -149,6 +150,7 @@ class ExportedState:
     fresh: list[Key] = field(default_factory=list)
     frozen: set[str] = field(default_factory=set)
     of_modules: set[str] = field(default_factory=set)
+    owners: StateOwners = field(default_factory=lambda: StateOwners((), (), ()))
 
     def leave_out(self, accepts: Callable[[str], bool]) -> None:
         """Leaves out the entries of modules whose names a function does not accept."""
@@ -292,28 +294,11 @@ def export(
             `state_dict`, generators, tensors and plain values.
         stored: the state of each optimizer in the checkpoint to load; None for a save.
         only: as for `CheckpointManager.save`.
-        cache: of the same loop's last save, which has begun this export; for whole states only.
+        cache: of the same loop's last save; for whole states only. The caller ends it.
 
     Raises:
         PlanError: two entries have the same name, the state lacks an optimizer's parameters, or a
             tensor is on the meta device.
-    """
-    check_container(state)
-    exporter = _Exporter(holders_of(state), stored, bool(only), cache)
-    exporter.result.roots = {str(key) for key in state}
-    exporter.visit_container(state, ())
-    exporter.check_meta()
-    result = exporter.result
-    if only:
-        result.leave_out(only if callable(only) else lambda name: name not in result.frozen)
-    return result
-
-
-def check_container(state: Any) -> None:
-    """Refuses a state that is no dict, or that cannot be walked to its end.
-
-    Raises:
-        PlanError: it is no dict, contains itself, or is nested too deep.
     """
     if not isinstance(state, Mapping):
         raise PlanError(
@@ -321,6 +306,16 @@ def check_container(state: Any) -> None:
             hint='give each object a name: {"model": model, "optimizer": optimizer}',
         )
     _check_nesting(state, (), ())
+    exporter = _Exporter(holders_of(state), stored, bool(only), cache)
+    if cache is not None:
+        cache.begin(exporter.holders)
+    exporter.result.roots = {str(key) for key in state}
+    exporter.visit_container(state, ())
+    exporter.check_meta()
+    result = exporter.result
+    if only:
+        result.leave_out(only if callable(only) else lambda name: name not in result.frozen)
+    return result
 
 
 def _check_nesting(value: Any, path: Key, above: tuple[int, ...]) -> None:
@@ -347,7 +342,7 @@ class _Exporter:
         is_partial: bool,
         cache: StateCache | None,
     ) -> None:
-        self.holders, self.stored, self.result = holders, stored, ExportedState()
+        self.holders, self.stored, self.result = holders, stored, ExportedState(owners=holders)
         self.cache, self.reused = cache, set[str]()
         self.is_partial = is_partial  # only a part of each module is wanted
 

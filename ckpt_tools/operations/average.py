@@ -40,7 +40,7 @@ from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.convert.options import Conversion, check_request
 from ckpt_tools.operations.merge_reshard import check_kept, model_view, target_dtype
 from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.manifest import of_source, open_sealed
+from ckpt_tools.publish.manifest import Manifest, open_sealed
 from ckpt_tools.publish.steps import list_steps
 from ckpt_tools.ranks.base import ALONE, Group
 from ckpt_tools.transfer.options import Path_
@@ -113,10 +113,11 @@ def average(
         raise PlanError("--scale is for --base: give both")
     group = how.get("group") or ALONE
     with group.phase("look at all"):
-        opened = [_open(path, how) for path in paths]
+        found = [_open(path, how) for path in paths]
+        opened = [source for source, _ in found]
         for source in opened:
             check_apart(source.path, os.fspath(dst))
-        mean = _Mean(opened, factors, divisor, how)
+        mean = _Mean(opened, [sealed for _, sealed in found], factors, divisor, how)
     if target in ("dcp", "accelerate", "per-rank") and rest.get("ranks") is None:
         rest["ranks"] = opened[-1].catalog.world_size or 1
     about = {
@@ -152,10 +153,10 @@ def _target_of(dst: str) -> str:
     )
 
 
-def _open(path: Path_, how: Conversion) -> Source:
-    source, _ = open_sealed(path, how.get("storage_options"), lay_beside(how.get("shapes")))
+def _open(path: Path_, how: Conversion) -> tuple[Source, Manifest | None]:
+    source, sealed = open_sealed(path, how.get("storage_options"), lay_beside(how.get("shapes")))
     check_needed(how.get("shapes"), source.catalog)
-    return source
+    return source, sealed
 
 
 # ---- which checkpoints, with which weights -------------------------------------------------------
@@ -278,6 +279,7 @@ class _Mean:
     def __init__(
         self,
         opened: Sequence[Source],
+        sealed: Sequence[Manifest | None],
         weights: Sequence[float],
         divisor: float,
         how: Conversion,
@@ -285,7 +287,7 @@ class _Mean:
         views, self._stripped = _models_of(opened, how)
         _refuse_misfits(opened, views)
         check_kept(how.get("keep_dtype", ()), how.get("dtype"), list(views[-1].tensors))
-        self._parts = [_part(source, view) for source, view in zip(opened, views, strict=True)]
+        self._parts = [_part(*found) for found in zip(opened, views, sealed, strict=True)]
         newest, is_kept = views[-1], matcher(how.get("keep_dtype", ()))
         self._dtypes = {
             fqn: target_dtype(entry, how.get("dtype"), is_kept)
@@ -421,9 +423,9 @@ def _refuse_misfits(opened: Sequence[Source], views: Sequence[Catalog]) -> None:
         )
 
 
-def _part(source: Source, view: Catalog) -> _Part:
+def _part(source: Source, view: Catalog, sealed: Manifest | None) -> _Part:
     plan = plan_values(view.tensors.values())
-    return _Part(source, view, plan, sealed_prints(of_source(source), source, view, plan))
+    return _Part(source, view, plan, sealed_prints(sealed, source, view, plan))
 
 
 def _mean_part(part: _Part, weight: float) -> MeanPart:

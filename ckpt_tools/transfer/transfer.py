@@ -228,8 +228,10 @@ class Transfer:
             prove_copies(
                 self.source, self.request.catalog, self.part, self.located, self.jobs, self.tiles
             )
-            is_known = self.request.is_damaged
-            self.sealed = of_store(self.source.store) if is_known else of_source(self.source)
+            if self.request.is_damaged:
+                self.sealed = of_store(self.source.store)
+            else:
+                self.sealed = of_source(self.source)
             prints = sealed_prints(self.sealed, self.source, self.request.catalog, self.plan)
             self.prints: Mapping[str, SealedFingerprint] = {
                 fqn: sealed for fqn, sealed in prints.items() if fqn not in self.request.alter

@@ -10,10 +10,10 @@ gather all results, pickle the metadata.
 """
 
 import argparse
-import os
 import pickle
 import tempfile
 import time
+import uuid
 from pathlib import Path
 
 import torch
@@ -27,9 +27,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from ckpt_tools.core.box import Box
 from ckpt_tools.formats.dcp.metadata import ItemLocation
-from ckpt_tools.loop.save import SaveLayout, _prints, _seal, assign
-from ckpt_tools.loop.write import ShardInfo, commit, plan_file
-from ckpt_tools.publish.local import staging
+from ckpt_tools.loop.save import RankNames, SaveLayout, _prints, _seal, assign
+from ckpt_tools.loop.write import RankFile, ShardInfo, commit, describe, plan_file
+from ckpt_tools.publish.destinations import open_destination
+from ckpt_tools.storage import write_file
 
 ROWS, COLUMNS = 4096, 64
 
@@ -59,21 +60,24 @@ def ours(num_ranks: int, num_tensors: int) -> tuple[float, int, float, int]:
     tasks_sent = [pickle.dumps(t, protocol=4) for t in tasks]
     file = plan_file(0, [gathered[0][0][i] for i in tasks[0].offers])
     planned = time.perf_counter() - began
-    layout = SaveLayout(gathered[0][0], ("step",), tasks[0], file, head)
-    parts = [(1000, 1, ((900, 100),) if r == 0 else ()) for r in range(num_ranks)]
+    names = RankNames(gathered[0][0], ("step",), ("step",), paths)
+    layout = SaveLayout(names, tasks[0], file, head)
+    parts = [RankFile(1000, 1, (), ((900, 100),) if r == 0 else (), {}) for r in range(num_ranks)]
+    attempt = str(uuid.uuid4())
+    shares = {offer.fqn: 1 for offer in gathered[0][0]}
     with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "step-00000001"
-        with staging(target, "0" * 36) as place:
+        target = open_destination(Path(folder) / "step-00000001")
+        with target.stage(attempt, False) as staged:
             for rank in range(num_ranks):  # the files that the ranks wrote
-                fd = os.open(place.path / f"__{rank}_0.distcp", os.O_CREAT | os.O_WRONLY)
-                os.ftruncate(fd, 1000)
-                os.close(fd)
+                write_file(staged.writable, f"__{rank}_0.distcp", bytes(1000))
             results = [pickle.dumps(p, protocol=4) for p in parts]
             began = time.perf_counter()
             parts = [pickle.loads(r) for r in results]
-            prints = _prints(layout, [1] * len(tasks[0].offers))
-            index = head.template.render({"step": ItemLocation("__0_0.distcp", 900, 100)}, "0" * 36)
-            commit(place, index, [p[:2] for p in parts], _seal(head, prints), 1)
+            prints = _prints(layout, shares)
+            places = {"step": ItemLocation("__0_0.distcp", 900, 100)}
+            index = head.template.render(places, attempt, lambda name: name)
+            tensors = _seal(head, prints, parts)
+            commit(staged, describe(target, staged, index, parts, tensors), index)
             again = time.perf_counter() - began
     # the fingerprints, by exclusive-or on the way: what rank 0 receives does not grow with the
     # ranks

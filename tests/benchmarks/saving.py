@@ -388,7 +388,7 @@ def interference(model: nn.Module, manager: CheckpointManager, runs: int) -> Non
             end = time.monotonic() + 0.5
             alone = per_second(work, lambda end=end: time.monotonic() > end)
             manager.save(20_000 + number + 1000 * len(rows), {"model": model})
-            running = manager._running
+            running = manager._writer._running
             ratios.append(per_second(work, running.done) / alone)
             manager.wait()
         rows.append((name, statistics.median(ratios)))
