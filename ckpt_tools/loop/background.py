@@ -26,7 +26,7 @@ from ckpt_tools.loop.mirror import Mirror, Retained
 from ckpt_tools.loop.policy import Retention
 from ckpt_tools.loop.retention import remove_named, retain
 from ckpt_tools.loop.save import SaveExtras, SaveLayout, SaveReport, write
-from ckpt_tools.loop.staging import StagedCopy
+from ckpt_tools.loop.staging import StagedTensors
 from ckpt_tools.loop.waiting import is_outage, pause_of, wait_for, with_hint
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.lock import RootLock
@@ -46,7 +46,7 @@ class PendingSave:
         is_numbered: whether the name is that of the step, so that retention, a mirror and a
             rollback concern it.
         layout: as agreed.
-        copy: of this rank's shards in host memory.
+        staged: this rank's shards in host memory.
         objects: packed objects of this rank.
         overwrite: replace an existing step.
         extras: files and metrics to add, and what was left out.
@@ -57,7 +57,7 @@ class PendingSave:
     name: str
     is_numbered: bool
     layout: SaveLayout
-    copy: StagedCopy
+    staged: StagedTensors
     objects: Mapping[str, bytes]
     overwrite: bool
     extras: SaveExtras
@@ -250,7 +250,7 @@ class BackgroundWriter:
         is_there = False
         with group.phase(f"begin {what}"):
             self._read_back.check(save.objects)
-            memory = save.copy.wait()
+            memory = save.staged.wait()
             if group.rank == 0:
                 self._check_lock()
                 # an earlier attempt has committed, but its reply was lost in an outage
@@ -276,7 +276,7 @@ class BackgroundWriter:
             replace(
                 save.extras,
                 before=self._step_before(save.layout),
-                timing=_with_copy(save.extras.timing, save.copy.waited_s),
+                timing=_with_copy(save.extras.timing, save.staged.waited_s),
             ),
             limits.throttle(),
         )

@@ -14,7 +14,7 @@ from torch import nn
 
 from ckpt_tools.core.catalog import strip_wrappers
 from ckpt_tools.errors import PlanError, printable
-from ckpt_tools.loop.late_copies import hold_all
+from ckpt_tools.loop.late_staging import hold_all
 
 _LOW = (torch.bfloat16, torch.float16)
 

@@ -27,7 +27,7 @@ from ckpt_tools.formats.pickle.state import plain_path
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.loop.archives import unpack
 from ckpt_tools.loop.divide import divide
-from ckpt_tools.loop.late_copies import hold_all
+from ckpt_tools.loop.late_staging import hold_all
 from ckpt_tools.loop.load_request import LoadReport, LoadRequest, OnMismatch
 from ckpt_tools.loop.loader_states import deal_in_turn
 from ckpt_tools.loop.match import (

@@ -47,7 +47,7 @@ from ckpt_tools.loop.candidates import Candidates
 from ckpt_tools.loop.collect import Collected, Collector, SaveRequest
 from ckpt_tools.loop.export import Exporter, HuggingFace
 from ckpt_tools.loop.hooks import Hooks, OnCommit, OnError
-from ckpt_tools.loop.late_copies import LateCopies
+from ckpt_tools.loop.late_staging import LateStaging
 from ckpt_tools.loop.limits import WriteLimits
 from ckpt_tools.loop.load import load_into
 from ckpt_tools.loop.load_request import LoadReport, LoadRequest, OnMismatch
@@ -59,7 +59,7 @@ from ckpt_tools.loop.save import SaveReport
 from ckpt_tools.loop.schedule import SaveSchedule
 from ckpt_tools.loop.search import StepSearch
 from ckpt_tools.loop.signals import SignalWatch
-from ckpt_tools.loop.staging import Stage, StagedCopy
+from ckpt_tools.loop.staging import Stage, StagedTensors
 from ckpt_tools.loop.waiting import retry_outage
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import open_root
@@ -230,7 +230,7 @@ class CheckpointManager:
         self._schedule = SaveSchedule(self._root, save_every, save_every_s)
         try:
             self._claim(there, mirror_every)
-            self._late = LateCopies() if overlap_copy else None
+            self._late = LateStaging() if overlap_copy else None
             if export is not None:
                 export.check()
             if export is not None and self._group.rank == 0:
@@ -244,7 +244,7 @@ class CheckpointManager:
         at_exit.register(self.close)
 
     last_load: LoadReport | None = None
-    _late: LateCopies | None = None
+    _late: LateStaging | None = None
     _mirror: Mirror | None = None
     _signals: SignalWatch | None = None
     _preemption: Preemption | None = None
@@ -364,7 +364,7 @@ class CheckpointManager:
                 return True
             self._schedule.saved()
             collected = self._collector.collect(request, laps)
-            copy = self._copy(collected, is_background)
+            staged = self._stage_shards(collected, is_background)
             laps.lap("copy")
         extras = replace(collected.extras, timing=laps.seconds)
         stall_s = time.monotonic() - began if is_background else 0.0
@@ -373,7 +373,7 @@ class CheckpointManager:
             what,
             name is None,
             collected.layout,
-            copy,
+            staged,
             collected.objects,
             overwrite,
             extras,
@@ -385,7 +385,7 @@ class CheckpointManager:
             else:
                 self._writer.write(save, self._group)
         finally:
-            copy.raise_interrupt()
+            staged.raise_interrupt()
         return True
 
     def _refuse_taken(self, step: int, what: str, overwrite: bool) -> None:
@@ -396,7 +396,7 @@ class CheckpointManager:
                 hint="a step is saved once: pass overwrite=True to replace it, or move it away",
             )
 
-    def _copy(self, collected: Collected, is_background: bool) -> StagedCopy:
+    def _stage_shards(self, collected: Collected, is_background: bool) -> StagedTensors:
         """Returns this rank's shards in host memory.
 
         The writer raises what fails here. So every rank hears of it without a further exchange.
@@ -408,11 +408,11 @@ class CheckpointManager:
             if self._late is None:
                 return self._stage.copy(tensors)
             late = self._late.find(collected.owners, tensors)
-            copy = self._stage.copy(tensors, late)
-            self._late.began(copy)
-            return copy
+            staged = self._stage.copy(tensors, late)
+            self._late.began(staged)
+            return staged
         except BaseException as error:  # noqa: BLE001  raised by the writer
-            return StagedCopy((), error=error)
+            return StagedTensors((), error=error)
 
     def before_step(self) -> None:
         """Lets later changes of the state wait until the last save has copied it.

@@ -28,8 +28,8 @@ class _Room(NamedTuple):
     memory: memoryview
 
 
-class StagedCopy:
-    """A copy of tensors in host memory. A part of it may still be running.
+class StagedTensors:
+    """Tensors in host memory. Some may still be on their way.
 
     Attributes:
         waited_s: seconds for which `wait` has waited.
@@ -42,7 +42,7 @@ class StagedCopy:
         sources: Sequence[torch.Tensor] = (),
         error: BaseException | None = None,
     ) -> None:
-        """Stores the parts that run, the tensors they read, and an error that has ended them."""
+        """Stores the copies that run, the tensors they read, and an error that has ended them."""
         self._memory, self._running, self._error = memory, running, error
         self._sources = sources  # kept alive
         self.waited_s = 0.0
@@ -51,8 +51,8 @@ class StagedCopy:
     def is_complete(self) -> bool:
         """Tells whether the tensors may change."""
         return all(
-            part.done() if isinstance(part, Future) else part.query()  # type: ignore[no-untyped-call]
-            for part in self._running
+            task.done() if isinstance(task, Future) else task.query()  # type: ignore[no-untyped-call]
+            for task in self._running
         )
 
     def wait(self) -> Sequence[memoryview]:
@@ -66,11 +66,11 @@ class StagedCopy:
         if self._error is not None:
             raise self._error
         began = time.monotonic()
-        for part in self._running:
-            if isinstance(part, Future):
-                part.result()
+        for task in self._running:
+            if isinstance(task, Future):
+                task.result()
             else:
-                part.synchronize()
+                task.synchronize()
         self.waited_s += time.monotonic() - began
         self._sources, self._running = (), ()
         return self._memory
@@ -86,11 +86,11 @@ class StagedCopy:
         Changes on a GPU wait there, on the current streams. Only for copies from the host's memory
         does this call itself wait. It raises nothing: `wait` does.
         """
-        for part in self._running:
-            if isinstance(part, Future):
-                part.exception()
+        for task in self._running:
+            if isinstance(task, Future):
+                task.exception()
             else:
-                torch.cuda.current_stream(part.device).wait_event(part)
+                torch.cuda.current_stream(task.device).wait_event(task)
 
 
 class Stage:
@@ -111,14 +111,14 @@ class Stage:
     def __reduce__(self) -> tuple[type[Stage], tuple[()]]:
         return Stage, ()  # another process allocates its own
 
-    def live(self, tensors: Sequence[torch.Tensor]) -> StagedCopy:
+    def live(self, tensors: Sequence[torch.Tensor]) -> StagedTensors:
         """Returns the memory of tensors; copies of those that are not row-major on the host."""
         views = [as_bytes(t) for t in tensors]
         away = [t for t, view in zip(tensors, views, strict=True) if view is None]
         copies = iter(self.copy(away).wait())
-        return StagedCopy([next(copies) if view is None else view for view in views])
+        return StagedTensors([next(copies) if view is None else view for view in views])
 
-    def copy(self, tensors: Sequence[torch.Tensor], late: Collection[int] = ()) -> StagedCopy:
+    def copy(self, tensors: Sequence[torch.Tensor], late: Collection[int] = ()) -> StagedTensors:
         """Copies tensors. The memory is valid until the next use.
 
         Args:
@@ -136,7 +136,7 @@ class Stage:
         self.settle()
         if late:
             self._copy_late([(targets[n], tensors[n]) for n in sorted(late)])
-        return StagedCopy([room.memory for room in rooms], tuple(self._busy), tensors)
+        return StagedTensors([room.memory for room in rooms], tuple(self._busy), tensors)
 
     def _copy_late(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Starts copies: on streams of their own from GPUs, in a thread from the host's memory."""
@@ -179,11 +179,11 @@ class Stage:
     def settle(self) -> None:
         """Waits until no copy to or from this memory is running."""
         while self._busy:
-            part = self._busy.pop()
-            if isinstance(part, Future):
-                part.exception()
+            task = self._busy.pop()
+            if isinstance(task, Future):
+                task.exception()
             else:
-                part.synchronize()
+                task.synchronize()
 
     def close(self) -> None:
         """Ends the thread, after its last copy."""
@@ -220,7 +220,7 @@ class Stage:
             self._buffer[start : start + t.numel() * t.element_size()]
             for start, t in zip(ends, tensors, strict=False)
         ]
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # a later use may be outside of that mode
             rooms = [
                 _Room(part.view(t.dtype).view(t.shape), part.numpy().data)
                 for part, t in zip(parts, tensors, strict=True)
@@ -235,8 +235,7 @@ def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def _pageable(nbytes: int) -> torch.Tensor:
-    with torch.inference_mode(False):  # later copies may come from outside of that mode
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _pinned(nbytes: int) -> torch.Tensor:

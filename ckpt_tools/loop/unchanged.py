@@ -45,8 +45,6 @@ def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor.dtype,
         tensor.shape,
         tensor.stride(),
-        tensor.is_conj(),
-        tensor.is_neg(),
     )
 
 

@@ -130,34 +130,34 @@ def test_two_optimizers_in_two_threads_both_wait(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
-def embed(state: State, folder: Path) -> None:
+def embed(state: State, half: Half) -> None:
     """Runs a forward pass that writes parameters; they are copied at once."""
     state["table"](torch.arange(8))
 
 
-def freeze(state: State, folder: Path) -> None:
+def freeze(state: State, half: Half) -> None:
     """Moves a frozen parameter, which an optimizer has, too."""
     with torch.no_grad():
         state["frozen"].weight.mul_(2)
 
 
-def evaluate(state: State, folder: Path) -> None:
+def evaluate(state: State, half: Half) -> None:
     with state["ema"].applied():
-        state["model"](torch.randn(5, 4))
+        half.checkpoints.wait()
 
 
-def load(state: State, folder: Path) -> None:
-    ckpt_tools.load(folder / "step-00000001", state)
+def load(state: State, half: Half) -> None:
+    ckpt_tools.load(Path(half.checkpoints.root) / "step-00000001", state)
 
 
-def count(state: State, folder: Path) -> None:
+def count(state: State, half: Half) -> None:
     """Changes what lies behind a parameter, in one long tensor that is in the state as well."""
     state["long"][4:].add_(1)
 
 
 @pytest.mark.parametrize("change", [embed, freeze, evaluate, load, count])
 def test_what_writes_into_parameters_beside_an_optimizer(
-    change: Callable[[State, Path], None], tmp_path: Path
+    change: Callable[[State, Half], None], tmp_path: Path
 ) -> None:
     state = made()
     long = torch.zeros(8)
@@ -185,7 +185,7 @@ def test_what_writes_into_parameters_beside_an_optimizer(
 
     with half_saved(tmp_path, state, between) as half:
         half.release_soon()
-        change(state, tmp_path)
+        change(state, half)
     stored = flat(assert_stock_torch_reads(tmp_path / "step-00000002"))
     for name, value in wanted.items():
         assert torch.equal(stored[name], value), name

@@ -18,10 +18,10 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 from ckpt_tools.core.logs import log
 from ckpt_tools.loop.optimizers import StateOwners
 from ckpt_tools.loop.shards import local_part
-from ckpt_tools.loop.staging import StagedCopy
+from ckpt_tools.loop.staging import StagedTensors
 from ckpt_tools.loop.unchanged import memory_of
 
-_ACTIVE: weakref.WeakSet[LateCopies] = weakref.WeakSet()
+_ACTIVE: weakref.WeakSet[LateStaging] = weakref.WeakSet()
 
 
 def hold_all() -> None:
@@ -29,12 +29,12 @@ def hold_all() -> None:
 
     For functions of this tool that write into tensors, such as a load.
     """
-    for copies in list(_ACTIVE):
-        copies.hold()
+    for staging in list(_ACTIVE):
+        staging.hold()
 
 
-class LateCopies:
-    """The copy of the last save, for which the next step of any optimizer waits.
+class LateStaging:
+    """The staging of the last save, for which the next step of any optimizer waits.
 
     Only an optimizer changes the parameters that it trains, and its state. So these tensors are
     copied while training goes on. All others are copied at once: buffers, frozen parameters, and
@@ -43,7 +43,7 @@ class LateCopies:
 
     def __init__(self) -> None:
         """Hooks into the steps of all optimizers: some may share parameters with the state."""
-        self._copy: StagedCopy | None = None
+        self._staged: StagedTensors | None = None
         self._hook, self._pid = register_optimizer_step_pre_hook(self._before_step), os.getpid()
         # a hook of the user's own may change parameters: it must come later
         _global_optimizer_pre_hooks.move_to_end(self._hook.id, last=False)  # type: ignore[attr-defined]
@@ -79,10 +79,10 @@ class LateCopies:
             )
         return is_hooked
 
-    def began(self, copy: StagedCopy) -> None:
+    def began(self, staged: StagedTensors) -> None:
         """Notes a copy that may still be running."""
         with self._lock:
-            self._copy = copy
+            self._staged = staged
 
     def _before_step(self, *_: Any) -> None:
         self.hold()
@@ -93,13 +93,13 @@ class LateCopies:
         Every thread and every stream waits for itself, so the copy stays known until it is
         complete.
         """
-        copy = self._copy
-        if copy is None or os.getpid() != self._pid:
+        staged = self._staged
+        if staged is None or os.getpid() != self._pid:
             return  # in a forked child, no thread would complete the copy
-        copy.hold_updates()
+        staged.hold_updates()
         with self._lock:
-            if self._copy is copy and copy.is_complete:
-                self._copy = None
+            if self._staged is staged and staged.is_complete:
+                self._staged = None
 
     def close(self) -> None:
         """Lets later changes wait for the copy, and removes the hook."""
