@@ -43,6 +43,15 @@ def children(pid: int) -> list[int]:
     return sorted(int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
 
 
+def open_files(folder: Path) -> list[str]:
+    """Returns the files and folders beneath a folder that this process holds open."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the descriptor of this very listing
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sorted(path for path in found if path.startswith(str(folder)))
+
+
 def interrupt(
     words: Sequence[str],
     is_time: Callable[[], bool],

@@ -113,7 +113,8 @@ def test_a_signal_in_the_middle_of_an_upload_leaves_nothing(
         save_locally(tmp_path / "run", tensors(4, 10 * MIB)),
     )
     seen, bucket = set(), f"signal{int(number)}"
-    for delay in (0.0, 0.05, 0.1, 0.2):
+    for attempt in range(24):
+        delay = (0.0, 0.05, 0.1, 0.2)[attempt % 4]
         command = [
             sys.executable,
             "-m",
@@ -142,6 +143,8 @@ def test_a_signal_in_the_middle_of_an_upload_leaves_nothing(
         there = names(fs, bucket)
         assert len(there) in (0, 4) and (there or process.returncode), (there, said)
         seen.add(process.returncode)
+        if attempt >= 3 and 128 + number in seen:
+            break  # else the machine was too busy to send one in the middle
     assert 128 + number in seen
 
 

@@ -15,6 +15,7 @@ import ckpt_tools
 from ckpt_tools import CheckpointManager, StorageError
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import find_latest
+from tests.jobs import open_files
 from tests.servers.servers import Server
 
 
@@ -122,12 +123,12 @@ def test_a_mirror_opens_no_file_for_good(tmp_path: Path) -> None:
     with CheckpointManager(
         tmp_path / "run", keep_last=2, mirror="memory://fds/run", asynchronous=False
     ) as checkpoints:
-        counts = []
+        held = []
         for step in range(1, 9):
             checkpoints.save(step, {"w": torch.zeros(3)})
             checkpoints._mirror.wait()
-            counts.append(len(os.listdir("/proc/self/fd")))
-    assert counts[-1] <= counts[2], counts
+            held.append(len(open_files(tmp_path)))
+    assert held[-1] <= held[2], held
 
 
 def test_a_step_with_a_foreign_link_to_a_folder_stays(tmp_path: Path) -> None:
