@@ -158,7 +158,7 @@ _COMMAND = (
 _JOB = (
     "torch torch._dynamo torch.distributed.checkpoint.state_dict torch.distributed.fsdp"
     " torch.distributed.tensor.parallel torch.testing._internal.distributed.fake_pg s3fs"
-    " ckpt_tools.cli.app ckpt_tools.loop.manager training.train tests.launch"
+    " ckpt_tools.cli.app ckpt_tools.loop.manager training.command tests.launch"
     " transformers.models.llama.modeling_llama transformers.models.gpt2.modeling_gpt2"
 ).split()
 

@@ -1,6 +1,6 @@
-"""`torchrun --standalone --nproc-per-node 8 -m training …` trains; see `training.train`."""
+"""`torchrun --standalone --nproc-per-node 8 -m training …` trains; see `training.command`."""
 
-from training.train import main
+from training.command import main
 
 if __name__ == "__main__":
     main()

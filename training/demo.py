@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
+from training.loss import PROMPT, logits_for
 from training.sample import generate, load_model
-from training.train import PROMPT, logits_for
 
 _BOLD, _PLAIN = ("\x1b[1m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
 CONFIG = """\

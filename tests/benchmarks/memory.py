@@ -22,10 +22,13 @@ import torch.distributed as dist
 import ckpt_tools
 from tests.dist import device
 from training import config as configuration
-from training import estimate, train
+from training import estimate
 from training import model as models
+from training.job import build
 from training.metrics import gather, peak_mib
 from training.plan import groups_of
+from training.prove import prove
+from training.train import train
 
 BASE = (
     "run.steps=2",
@@ -74,12 +77,12 @@ def rank_main(what: str, options: list[str]) -> None:
     here, ranks = device.begin(is_default=False), dist.get_world_size()
     torch.set_num_threads(1)
     if what == "train":
-        plan = train.prove(configuration.resolve(None, options), ranks, ranks)
+        plan = prove(configuration.resolve(None, options), ranks, ranks)
     with open("/proc/self/status") as file:
         before = next(int(line.split()[1]) for line in file if line.startswith("VmRSS:")) / 1024
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
     if what == "train":
-        train.train(plan, here)
+        train(plan, here)
     elif what.startswith("fsdp"):
         config = configuration.resolve(
             None,
@@ -90,7 +93,7 @@ def rank_main(what: str, options: list[str]) -> None:
                 f"fsdp.api={what}",
             ],
         )
-        model = train.build(train.prove(config, ranks, ranks), here).model
+        model = build(prove(config, ranks, ranks), here).model
         ckpt_tools.load(options[0], {"model": model}, cast=True)
     else:
         from transformers import AutoModelForCausalLM

@@ -13,18 +13,20 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from training import config as configuration
-from training import train as program
+from training.job import build
 from training.metrics import Meter
+from training.prove import prove
+from training.train import take_step
 
 
 def main() -> None:
     config = configuration.resolve(None, sys.argv[1:])
     dist.init_process_group("gloo")
-    job = program.build(program.prove(config, dist.get_world_size(), dist.get_world_size()), torch.device("cpu"))
+    job = build(prove(config, dist.get_world_size(), dist.get_world_size()), torch.device("cpu"))
     meter = Meter.__new__(Meter)
     meter.spent = {"data_s": 0.0, "checkpoint_s": 0.0}
     for _ in range(3):
-        program.take_step(job, meter)
+        take_step(job, meter)
     held = [p for p in job.model.parameters() if p.requires_grad]
     replicated = [p.to_local() if isinstance(p, DTensor) else p for p in held if not is_split(p)]
     assert len(replicated) >= 4 and len(replicated) < len(held), (len(replicated), len(held))

@@ -10,10 +10,12 @@ import sys
 import torch
 
 from training import config as configuration
-from training import train
+from training.command import start
+from training.data import Tokens
+from training.prove import prove
 
 calls = []
-real = train.Tokens.sequences
+real = Tokens.sequences
 
 
 def sequences(self, numbers, seq_len):  # the machine of rank 1 loses its disk
@@ -23,7 +25,7 @@ def sequences(self, numbers, seq_len):  # the machine of rank 1 loses its disk
     return real(self, numbers, seq_len)
 
 
-train.Tokens.sequences = sequences
+Tokens.sequences = sequences
 torch.set_num_threads(1)
 place = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-raise SystemExit(train.start(train.prove(configuration.resolve(None, sys.argv[1:]), *place)))
+raise SystemExit(start(prove(configuration.resolve(None, sys.argv[1:]), *place)))

@@ -21,10 +21,16 @@ from torch.nn import functional as F
 from tests.dist import device
 from training import config as configuration
 from training import model as models
-from training import parallel, train
+from training import parallel
 from training.config import Config
 from training.data import Sampler, open_tokens
 from training.examples import Batch
+from training.job import Job, schedule
+from training.job import build as build_job
+from training.loss import loss_of
+from training.metrics import Meter
+from training.prove import prove
+from training.train import take_step, train
 
 STEPS = 5
 BASE = (
@@ -155,7 +161,7 @@ def plain(config: Config) -> list[float]:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm)
         for group in optimizer.param_groups:
-            group["lr"] = config.optim.lr * train.schedule(step, config)
+            group["lr"] = config.optim.lr * schedule(step, config)
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -163,9 +169,9 @@ def plain(config: Config) -> list[float]:
 
 
 
-def build(*options: str) -> train.Job:
+def build(*options: str) -> Job:
     config = configuration.resolve(None, [*BASE, *options])
-    return train.build(train.prove(config, dist.get_world_size(), dist.get_world_size()), device.here())
+    return build_job(prove(config, dist.get_world_size(), dist.get_world_size()), device.here())
 
 
 def prove_memory() -> None:
@@ -185,7 +191,7 @@ def prove_memory() -> None:
 
         inputs, targets = (t.to(job.device) for t in job.tokens.sequences(list(range(8)), job.config.data.seq_len))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            train.loss_of(job, Batch(inputs, targets, None, targets.numel())).backward()
+            loss_of(job, Batch(inputs, targets, None, targets.numel())).backward()
         kept[every] = sum(s.nbytes() for s in storages.values())
     assert kept[1] < kept[0] / 2, kept
 
@@ -202,13 +208,13 @@ COLLECTIVES = {
 }
 
 
-def collectives(job: train.Job, root: Path) -> tuple[int, int, int]:
+def collectives(job: Job, root: Path) -> tuple[int, int, int]:
     """Counts all-gathers, reduce-scatters and all-reduces of gradients in one step, as torch's own
     profiler sees them.
     """
-    meter = train.Meter(root, 0, 1, 1, False)
+    meter = Meter(root, 0, 1, 1, False)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        train.take_step(job, meter)
+        take_step(job, meter)
     meter.close()
     names = [event.name for event in profile.events()]
     kinds = (("_allgather_base", "allgather"), ("_reduce_scatter_base",), ("allreduce",))
@@ -235,7 +241,7 @@ def prove_effects() -> None:
     # before torch 2.13
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     assert all(p.offload_to_cpu for g in groups for p in g.fsdp_params)
-    train.take_step(job, train.Meter(Path("/nonexistent"), 0, 1, 1, False))
+    take_step(job, Meter(Path("/nonexistent"), 0, 1, 1, False))
     assert all(p.grad is not None and not p.grad.to_local().any() for p in job.model.parameters())
     job = build("compute.compile=true", "compute.compile_backend=eager")
     assert all(parallel.find(job.model, f"layers.{i}")._compiled_call_impl is not None for i in range(4))
@@ -244,7 +250,7 @@ def prove_effects() -> None:
     unshard, sequences = type(job.model).unshard, type(job.tokens).sequences
     type(job.model).unshard = lambda *a, **k: (calls.append("unshard"), unshard(*a, **k))[1]
     type(job.tokens).sequences = lambda *a, **k: (calls.append("read"), sequences(*a, **k))[1]
-    train.take_step(job, train.Meter(Path("/nonexistent"), 0, 1, 1, False))
+    take_step(job, Meter(Path("/nonexistent"), 0, 1, 1, False))
     type(job.model).unshard, type(job.tokens).sequences = unshard, sequences
     assert calls[:2] == ["unshard", "read"], calls
 
@@ -308,7 +314,7 @@ def main() -> None:
     for name in filter(runs, names):
         variant = VARIANTS[name]
         try:
-            train.train(train.prove(config_of(variant, root / name), world_size, world_size), device.here())
+            train(prove(config_of(variant, root / name), world_size, world_size), device.here())
             dist.barrier()
             problem = differs(name, root) if dist.get_rank() == 0 else ""
         except Exception as error:

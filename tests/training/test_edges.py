@@ -24,7 +24,7 @@ from tests.training.test_training import TINY, command, lines, losses, run, sets
 from training import parallel
 from training.config import ConfigError, resolve
 from training.data import fingerprint, open_tokens, prepare, tokenizer_fingerprint
-from training.train import prove
+from training.prove import prove
 
 ONE = (sys.executable, "-m", "training")
 

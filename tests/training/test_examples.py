@@ -21,10 +21,10 @@ from torch.nn import functional as F
 import ckpt_tools
 from tests.training.test_training import QUIET, command, lines, losses, run, sets
 from training import model as models
-from training import train
 from training.config import ConfigError
 from training.data import Sampler, open_tokens, prepare
 from training.examples import IGNORED
+from training.prove import prove
 
 STEPS, SEQ_LEN, BATCH = 4, 24, 4
 COMMON = (
@@ -202,9 +202,9 @@ def test_packing_is_refused_for_models_with_a_sliding_window(data: Path, tmp_pat
     made = MistralConfig(**sizes, vocab_size=256, num_key_value_heads=4, intermediate_size=48)
     MistralForCausalLM(made).save_pretrained(tmp_path)
     given = [f"model.path={tmp_path}", f"data.train={data}/pairs.npy", "data.seq_len=24"]
-    train.prove(configuration.resolve(None, given), 1, 1)
+    prove(configuration.resolve(None, given), 1, 1)
     with pytest.raises(ConfigError, match="data.packing: not for model_type 'mistral'"):
-        train.prove(configuration.resolve(None, [*given, "data.packing=true"]), 1, 1)
+        prove(configuration.resolve(None, [*given, "data.packing=true"]), 1, 1)
 
 
 def test_rows_and_masks(data: Path) -> None:
@@ -293,13 +293,13 @@ def test_completions_that_are_cut_away_are_told_or_refused(data: Path, tmp_path:
         prepare([tmp_path / f"{name}.jsonl"], tmp_path / f"{name}.npy", progress=False)
     given = ["data.seq_len=24", "data.batch_size=2", "metrics.validate_every=1"]
     both = [f"data.train={data}/pairs.npy", f"data.validation={tmp_path}/some.npy"]
-    plan = train.prove(configuration.resolve(None, [*given, *both]), 1, 1)
+    plan = prove(configuration.resolve(None, [*given, *both]), 1, 1)
     assert "in 1 of these nothing is left that is trained on" in plan.notes
     both[1] = f"data.validation={tmp_path}/none.npy"
     with pytest.raises(
         ConfigError, match="data.validation: data.seq_len = 24 cuts the completions"
     ):
-        train.prove(configuration.resolve(None, [*given, *both]), 1, 1)
+        prove(configuration.resolve(None, [*given, *both]), 1, 1)
 
 
 def test_another_length_of_rows_is_other_data(data: Path) -> None:
@@ -319,4 +319,4 @@ def test_files_that_do_not_belong_together(data: Path, tmp_path: Path) -> None:
     from training import config as configuration
 
     with pytest.raises(ConfigError, match="data.packing is for examples"):
-        train.prove(configuration.resolve(None, ["data.packing=true"]), 1, 1)
+        prove(configuration.resolve(None, ["data.packing=true"]), 1, 1)

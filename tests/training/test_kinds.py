@@ -23,10 +23,10 @@ from tests.jobs import PYTHON_PATH
 from tests.training import modules
 from tests.training.test_training import QUIET, command, losses, run, sets
 from training import config as configuration
-from training import train
 from training.config import ConfigError
 from training.data import Sampler, open_tokens, prepare
-from training.train import PROMPT
+from training.loss import PROMPT
+from training.prove import prove
 
 STEPS, BATCH = 4, 8
 COMMON = (
@@ -142,7 +142,7 @@ def test_the_plan_and_the_estimate_of_a_module(rows: Path) -> None:
 def test_what_a_factory_cannot_do_is_said(rows: Path, tmp_path: Path) -> None:
     def refused(*more: str) -> str:
         with pytest.raises(ConfigError) as error:
-            train.prove(configuration.resolve(None, [*given("mlp", rows), *more]), 1, 1)
+            prove(configuration.resolve(None, [*given("mlp", rows), *more]), 1, 1)
         return str(error.value)
 
     base = "model.factory=tests.training.modules"
@@ -173,7 +173,7 @@ def difficult(name: str, rows: Path, *more: str) -> tuple[str, ...]:
 def test_what_would_go_wrong_on_some_rank_is_refused_before_ranks_wait(rows: Path) -> None:
     def refused(name: str, *more: str) -> str:
         with pytest.raises(ConfigError) as error:
-            train.prove(configuration.resolve(None, list(difficult(name, rows, *more))), 1, 1)
+            prove(configuration.resolve(None, list(difficult(name, rows, *more))), 1, 1)
         return str(error.value)
 
     assert "InstanceNorm1d, whose statistics differ between ranks" in refused("instance_normed")

@@ -12,9 +12,10 @@ from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_po
 
 from tests.command import run_job
 from training import config as configuration
-from training import estimate, plan, train
+from training import estimate, plan
 from training import model as models
 from training.config import ConfigError, Degrees, resolve
+from training.job import schedule
 from training.parallel import units_of
 
 
@@ -239,7 +240,7 @@ def test_estimates_mark_what_fits_and_say_why_a_strategy_is_out(
 
 def test_warm_up_and_cosine() -> None:
     config = resolve(None, ["run.steps=110", "optim.warmup_steps=10", "optim.min_lr_ratio=0.2"])
-    factors = [train.schedule(step, config) for step in range(120)]
+    factors = [schedule(step, config) for step in range(120)]
     assert factors[0] == 0.1 and factors[9] == 1.0 == factors[10]
     assert factors[60] == pytest.approx(0.6) and factors[110] == factors[119] == pytest.approx(0.2)
     assert all(a >= b for a, b in itertools.pairwise(factors[10:]))

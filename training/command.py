@@ -1,0 +1,231 @@
+"""Trains a causal LM with FSDP, saves checkpoints, and resumes from the newest complete step.
+
+    torchrun --standalone --nproc-per-node 8 -m training config.toml --set run.dir=run
+    # later: resumes from the newest step, here on 4 ranks
+    torchrun --standalone --nproc-per-node 4 -m training config.toml --set run.dir=run
+
+SIGTERM and SIGUSR1 end it after the current step, which is saved. The exit status is then 143 or
+138, and the same command resumes from that step. It uses CUDA with nccl if there is a GPU, else the
+CPU with gloo. docs/training.md has every key of the configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from ckpt_tools import CheckpointError
+from training import accelerate_config
+from training import config as configuration
+from training.config import Config, ConfigError
+from training.examples import DataError
+from training.metrics import plot
+from training.prove import Plan, prove
+from training.train import LossError, train
+
+_FAILED = "training/failed"  # key of the job's store: which rank failed first
+_NOT_FINITE = 3  # exit status
+_FIRST_WORD_S = 3.0
+_PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", nargs="?", help="TOML file; every key has a default")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="TABLE.KEY=VALUE",
+        help="override a key of the file; may be given several times",
+    )
+    parser.add_argument(
+        "--accelerate-config",
+        metavar="FILE",
+        help="Accelerate's FSDP configuration; the file's keys override it",
+    )
+    parser.add_argument(
+        "--print-plan", action="store_true", help="show how the model is sharded, and exit"
+    )
+    parser.add_argument(
+        "--estimate", action="store_true", help="show the memory of each strategy, and exit"
+    )
+    parser.add_argument(
+        "--budget", type=float, metavar="GIB", help="memory of one rank, for --estimate"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=_positive,
+        help="number of ranks for --print-plan and --estimate; default: this job's",
+    )
+    parser.add_argument(
+        "--plot",
+        action="store_true",
+        help="draw the metrics so far to run.dir/metrics.png and .svg, and exit",
+    )
+    parser.add_argument(
+        "--logits",
+        type=Path,
+        metavar="FILE",
+        help="at the end, write the logits of a fixed prompt, [1, T, V]",
+    )
+    parser.add_argument(
+        "--profile",
+        type=_positive,
+        default=0,
+        metavar="STEPS",
+        help="number of steps to trace to run.dir/profile",
+    )
+    return parser.parse_args(argv)
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
+    return number
+
+
+def main() -> None:
+    args = parse_args()
+    rank, world_size, local = (int(os.environ.get(name, default)) for name, default in _PLACE)
+    try:
+        base = (
+            accelerate_config.read(args.accelerate_config)
+            if args.accelerate_config
+            else accelerate_config.Mapped()
+        )
+        config = configuration.resolve(args.config, args.set, base.tables)
+        for note in base.notes if rank == 0 else ():
+            print(f"{args.accelerate_config}: {note}", flush=True)
+        if args.plot:
+            print("\n".join(map(str, plot(Path(config.run.dir)))))
+        elif args.print_plan or args.estimate:
+            look(
+                args,
+                config,
+                args.ranks or world_size,
+                local if not args.ranks else min(args.ranks, 8),
+            )
+        else:
+            if args.logits:
+                _check_logits(args.logits, config)
+            raise SystemExit(start(prove(config, world_size, local), args.profile, args.logits))
+    except (ConfigError, CheckpointError, FileNotFoundError, ModuleNotFoundError) as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # torchrun ends all ranks as soon as one has ended, so rank 0 prints the error first
+            time.sleep(_FIRST_WORD_S)
+        # a rank that is still there has an error of its own, such as a node that lacks a file
+        advice = (
+            "; pip install 'ckpt-tools[train]'" if isinstance(error, ModuleNotFoundError) else ""
+        )
+        print(
+            f"training: {f'rank {rank}: ' if rank else ''}{error}{advice}",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(2) from None
+    except LossError as error:
+        if rank == 0:
+            print(f"training: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(_NOT_FINITE) from None
+
+
+def _check_logits(file: Path, config: Config) -> None:
+    """Refuses `--logits` where they cannot be computed or written."""
+    if config.model.factory:
+        raise ConfigError("--logits: a fixed prompt is for language models, not model.factory")
+    if config.fsdp.sequence_parallel:
+        raise ConfigError("--logits: not with fsdp.sequence_parallel, which splits the prompt")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"--logits {file}: there is no such directory")
+
+
+def look(args: argparse.Namespace, config: Config, num_ranks: int, ranks_a_node: int) -> None:
+    """Prints the output of `--print-plan` and `--estimate`, without training."""
+    from training import estimate, plan
+
+    if args.print_plan:
+        plan.show(config, configuration.check(config, num_ranks, ranks_a_node))
+    if args.estimate:
+        estimate.show(config, num_ranks, ranks_a_node, args.budget)
+
+
+def start(plan: Plan, profile_steps: int = 0, logits: Path | None = None) -> int:
+    """Joins the job's ranks and trains; returns the exit status.
+
+    A rank that fails reports it before any other rank can notice.
+    """
+    is_cuda = torch.cuda.is_available()
+    if "RANK" not in os.environ:  # one process, without torchrun
+        os.environ |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "0",
+        }
+    if is_cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    store, rank, world_size = next(iter(dist.rendezvous("env://")))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=world_size
+    )
+    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+    try:
+        return train(plan, device, profile_steps, logits)
+    except (ConfigError, CheckpointError, LossError):
+        _is_first(store, rank)  # the same on all ranks, or rank 0's alone; `main` prints it
+        raise
+    except Exception as error:  # noqa: BLE001  # every error is reported
+        is_first = _is_first(store, rank)
+        # errors of this rank alone
+        is_own = isinstance(error, (DataError, MemoryError, torch.OutOfMemoryError))
+        if is_own or "can't allocate memory" in str(error):  # torch's words on a CPU
+            print(f"training: rank {rank}: {_one_line(error)}", file=sys.stderr, flush=True)
+        elif is_first:
+            print(
+                f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}",
+                file=sys.stderr,
+                flush=True,
+            )
+            get_error_handler().record_exception(error)
+        else:
+            print(
+                f"rank {rank} stops: rank {store.get(_FAILED).decode()} failed",
+                file=sys.stderr,
+                flush=True,
+            )
+        raise SystemExit(1) from None
+    finally:
+        dist.destroy_process_group()
+
+
+def _one_line(error: BaseException) -> str:
+    """Returns a short text for an error that a smaller job, or other data, would avoid."""
+    text = " ".join(str(error).split())[:300] or type(error).__name__
+    hint = (
+        ""
+        if isinstance(error, DataError)
+        else ": out of memory; python -m training … --estimate shows what each strategy takes"
+    )
+    return text + hint
+
+
+def _is_first(store: dist.Store, rank: int) -> bool:
+    """Notes that this rank has failed, and tells whether it is the first.
+
+    Later errors are only consequences of the first one.
+    """
+    is_first = store.add(f"{_FAILED}/count", 1) == 1
+    if is_first:
+        store.set(_FAILED, str(rank))
+    return is_first

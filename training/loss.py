@@ -1,0 +1,105 @@
+"""The loss of a micro-batch, and of the validation data."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # torch's own name for it
+from torch.utils.checkpoint import checkpoint as recompute
+
+from training import factory, parallel
+from training import model as models
+from training.data import Tokens
+from training.examples import Batch, Examples
+from training.factory import Rows
+from training.job import Job, data_ranks, part_of
+from training.metrics import gather
+
+PROMPT = b"def main():\n    parser = argparse"
+_LEAST = 1e-9  # a batch may have no target at all; its loss is 0
+
+
+def loss_of(job: Job, batch: Batch) -> Tensor:
+    """Returns the cross-entropy of predicting the targets of a micro-batch, in float32.
+
+    The mean over ranks and micro-batches is the mean over all targets of the step. Where rows have
+    different numbers of targets, each target has the same weight nevertheless.
+    """
+    data = job.config.data
+    if job.loss is not None:
+        return _loss_of_rows(job, batch, job.loss)
+    with parallel.computing(job.config, job.device):
+        logits = models.logits_of(job.model, batch.inputs, batch.documents, data.packing)
+    if output := parallel.dtype_of(job.config.precision.output):
+        logits = logits.to(output)
+    logits, targets = logits.flatten(0, 1), batch.targets.flatten()
+    size = job.config.compute.loss_chunk or len(targets)
+    if size >= len(targets) and batch.documents is None:
+        return F.cross_entropy(logits.float(), targets)
+    micro_batches = data_ranks(job.mesh) * (data.accumulation if job.model.training else 1)
+    share = batch.num_targets / micro_batches if batch.documents is not None else len(targets)
+    if size >= len(targets):
+        return _sum_of_losses(logits, targets) / max(share, _LEAST)
+    parts = zip(logits.split(size), targets.split(size), strict=True)
+    # float32 logits of one chunk are computed again in the backward pass, and not kept
+    sums = [recompute(_sum_of_losses, *part, use_reentrant=False) for part in parts]
+    return torch.stack(sums).sum() / max(share, _LEAST)
+
+
+def _loss_of_rows(job: Job, batch: Batch, loss: factory.Loss) -> Tensor:
+    """Returns the loss of a factory's module on rows."""
+    inputs = batch.inputs
+    if inputs.is_floating_point():
+        inputs = inputs.to(getattr(torch, job.config.model.dtype))
+    with parallel.computing(job.config, job.device):
+        outputs = job.model(inputs)
+    if isinstance(outputs, Tensor) and (
+        dtype := parallel.dtype_of(job.config.precision.output or "float32")
+    ):
+        outputs = outputs.to(dtype)
+    name, is_training = job.config.model.loss or factory.CROSS_ENTROPY, job.model.training
+    if job.loss_note is None:
+        job.loss_note = factory.note_on_mean(loss, outputs, batch.targets)
+    return factory.checked_loss(loss(outputs, batch.targets), name, is_training)
+
+
+def _sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), targets, reduction="sum")
+
+
+@torch.no_grad()
+def logits_for(model: nn.Module, device: torch.device) -> Tensor:
+    """Returns `[1, T, V]` logits for a fixed prompt."""
+    model.eval()
+    return parallel.local(
+        models.logits_of(model, torch.tensor([list(PROMPT)], device=device))
+    ).cpu()
+
+
+@torch.no_grad()
+def evaluate(job: Job, tokens: Tokens | Examples | Rows) -> float:
+    """Returns the mean loss over the first batches of the validation data.
+
+    It does not depend on the number of ranks.
+    """
+    size = job.config.data.batch_size
+    batches = min(
+        job.config.metrics.validate_batches, tokens.windows(job.config.data.seq_len) // size
+    )
+    modes = {module: module.training for module in job.model.modules()}
+    job.model.eval()
+    losses, weights = [], []
+    with parallel.splitting_loss(job.config):
+        for i in range(batches):
+            numbers, mine = list(range(i * size, (i + 1) * size)), part_of(size, job.mesh)
+            batch = tokens.batch(numbers, job.config.data.seq_len, mine).to(job.device)
+            losses.append(parallel.local(loss_of(job, batch)))
+            weights.append(batch.num_targets)
+    for module, is_training in modes.items():  # a frozen part may have been in eval mode
+        module.training = is_training
+    of_batch = np.mean(gather(torch.stack(losses).double()), axis=0)
+    # the first batches may have no target, although others have
+    return float(np.average(of_batch, weights=weights)) if sum(weights) else math.nan
