@@ -169,6 +169,40 @@ Memory = Annotated[
         show_default="64MiB",
     ),
 ]
+Select = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--select", metavar="GLOB", help="Only names that match; repeatable.", show_default=False
+    ),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--exclude",
+        metavar="GLOB",
+        help="Leave out names that match; repeatable.",
+        show_default=False,
+    ),
+]
+KeepDtype = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--keep-dtype",
+        metavar="GLOB",
+        help="Tensors that --dtype leaves as they are; repeatable.",
+        show_default=False,
+    ),
+]
+HfShardSize = Annotated[
+    int | None,
+    typer.Option(
+        "--max-shard-size",
+        parser=parse_size,
+        metavar="SIZE",
+        help="For hf: largest size of a shard; default: 5GB.",
+        show_default=False,
+    ),
+]
 Overwrite = Annotated[
     bool,
     typer.Option(

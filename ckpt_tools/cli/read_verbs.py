@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckpt_tools.cli.options import (
+    Exclude,
     Jobs,
     Json,
     Memory,
     Quiet,
+    Select,
     Shapes,
     Source,
     StorageOption,
@@ -121,24 +123,8 @@ def diff(
             show_default=False,
         ),
     ],
-    select: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--select",
-            metavar="GLOB",
-            help="Only names that match; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--exclude",
-            metavar="GLOB",
-            help="Leave out names that match; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
+    select: Select = None,
+    exclude: Exclude = None,
     atol: Annotated[
         float,
         typer.Option(

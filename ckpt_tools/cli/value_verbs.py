@@ -9,11 +9,15 @@ import typer
 
 from ckpt_tools.cli.options import (
     DryRun,
+    Exclude,
+    HfShardSize,
     Jobs,
     Json,
+    KeepDtype,
     Memory,
     Overwrite,
     Quiet,
+    Select,
     Shapes,
     Source,
     StorageOption,
@@ -22,26 +26,9 @@ from ckpt_tools.cli.options import (
     json_value,
     make_options,
     parse_numbers,
-    parse_size,
     reading_options,
     report_transfer,
 )
-
-Select = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--select", metavar="GLOB", help="Only names that match; repeatable.", show_default=False
-    ),
-]
-Exclude = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--exclude",
-        metavar="GLOB",
-        help="Leave out names that match; repeatable.",
-        show_default=False,
-    ),
-]
 
 
 def stats(
@@ -185,15 +172,7 @@ def average(
             show_default=False,
         ),
     ] = None,
-    keep_dtype: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--keep-dtype",
-            metavar="GLOB",
-            help="Names that keep their type; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
+    keep_dtype: KeepDtype = None,
     select: Select = None,
     exclude: Exclude = None,
     config_from: Annotated[
@@ -205,16 +184,7 @@ def average(
             show_default=False,
         ),
     ] = None,
-    max_shard_size: Annotated[
-        int | None,
-        typer.Option(
-            "--max-shard-size",
-            parser=parse_size,
-            metavar="SIZE",
-            help="For hf: largest size of a shard; default: 5GB.",
-            show_default=False,
-        ),
-    ] = None,
+    max_shard_size: HfShardSize = None,
     storage_option: StorageOption = None,
     shapes: Shapes = None,
     jobs: Jobs = None,

@@ -11,12 +11,16 @@ import typer
 
 from ckpt_tools.cli.options import (
     DryRun,
+    Exclude,
+    HfShardSize,
     Jobs,
     Json,
+    KeepDtype,
     Memory,
     Overwrite,
     Quiet,
     Resume,
+    Select,
     Shapes,
     Source,
     StorageOption,
@@ -45,24 +49,8 @@ def merge(
             show_default=False,
         ),
     ],
-    select: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--select",
-            metavar="GLOB",
-            help="Only tensors whose name matches; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--exclude",
-            metavar="GLOB",
-            help="Leave out tensors whose name matches; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
+    select: Select = None,
+    exclude: Exclude = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -72,15 +60,7 @@ def merge(
             show_default=False,
         ),
     ] = None,
-    keep_dtype: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--keep-dtype",
-            metavar="GLOB",
-            help="Tensors that --dtype leaves as they are; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
+    keep_dtype: KeepDtype = None,
     max_shard_size: Annotated[
         int | None,
         typer.Option(
@@ -273,15 +253,7 @@ def convert(
             show_default=False,
         ),
     ] = None,
-    keep_dtype: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--keep-dtype",
-            metavar="GLOB",
-            help="Tensors that --dtype leaves as they are; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
+    keep_dtype: KeepDtype = None,
     select: Annotated[
         list[str] | None,
         typer.Option(
@@ -381,16 +353,7 @@ def convert(
             show_default=False,
         ),
     ] = None,
-    max_shard_size: Annotated[
-        int | None,
-        typer.Option(
-            "--max-shard-size",
-            parser=parse_size,
-            metavar="SIZE",
-            help="For hf: largest size of a shard; default: 5GB.",
-            show_default=False,
-        ),
-    ] = None,
+    max_shard_size: HfShardSize = None,
     check: Annotated[
         bool,
         typer.Option(
