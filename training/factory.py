@@ -4,18 +4,21 @@
     model.loss = "torch.nn.functional:mse_loss"                 # of outputs and targets; a mean
     data.train = "rows.safetensors"                             # `inputs` and `targets`, [N, ...]
 
-`python -m training` finds modules in the current directory. Each rank calls the function twice on a
-CPU, with the same random generators, and keeps its shards of the second result. Ranks compare the
-values that they have made.
+`python -m training` finds modules in the current directory. Each rank calls the function on a CPU,
+with the same random generators: for the plan, and for the values. It keeps its shards of the second
+result. Ranks compare the values that they have made. A trial with two rows finds mistakes early.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import importlib
 import inspect
+import os
 import random
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,12 +29,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
 from ckpt_tools.core.checksum import crc64nvme
 from training.config import Config, ConfigError
-from training.examples import Batch, fingerprint
+from training.examples import IGNORED, Batch, fingerprint
 
 Loss = Callable[[Any, Tensor], Tensor]
 CROSS_ENTROPY = "torch.nn.functional:cross_entropy"
@@ -284,3 +288,98 @@ def open_rows(path: str, key: str, batch_size: int) -> Rows:
             f"{key}: {path} has {len(inputs):,} rows, and one batch takes {batch_size:,}"
         )
     return Rows(inputs, targets, path)
+
+
+# ---- a trial before ranks wait -------------------------------------------------------------------
+
+
+def check_rows(config: Config, model: nn.Module, rows: Rows, key: str) -> None:
+    """Calls the module and the loss with two rows, and checks the range of class labels.
+
+    The first trial has tensors without values, so it costs nothing. Some modules cannot be called
+    with these: an error counts only if a trial with values fails too, on the training device.
+
+    Args:
+        config: with overrides of precision, nothing is tried: FSDP casts inside the module then.
+        model: on the meta device; it stays as it is.
+        rows: the data of `key`.
+        key: of the configuration, for messages.
+
+    Raises:
+        ConfigError: the module cannot take the inputs, the loss cannot take outputs and targets, or
+            a label is no class.
+    """
+    if config.precision.overrides:
+        return
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            outputs = _outputs(copy.deepcopy(model).to_empty(device="cpu"), config, rows, key)
+    except Exception:  # noqa: BLE001  # a module of the user may raise anything
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        with _seeded(config.run.seed):
+            outputs = _outputs(call(config).to(device), config, rows, key)
+    if not config.model.loss and isinstance(outputs, Tensor) and outputs.ndim > 1:
+        _check_labels(rows.targets, outputs.shape[1], key)
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, config: Config, rows: Rows, key: str) -> Any:
+    """Returns the outputs for two rows, after the loss has taken them.
+
+    Raises:
+        ConfigError: the module or the loss failed.
+    """
+    dtype = getattr(torch, config.precision.param or config.model.dtype)
+    model = model.to(dtype)
+    device = next(model.parameters()).device
+    inputs, targets = rows.inputs[:2].to(device), rows.targets[:2].to(device)
+    if inputs.is_floating_point():
+        inputs = inputs.to(dtype)
+    with _explaining(f"model.factory = {config.model.factory!r}: {key}: it failed on", inputs):
+        outputs = model(inputs)
+    if isinstance(outputs, Tensor):
+        outputs = outputs.to(getattr(torch, config.precision.output or "float32"))
+    name = config.model.loss or CROSS_ENTROPY
+    with _explaining(f"model.loss = {name!r}: {key}: it failed on", outputs, targets):
+        loss_of(config)(outputs, targets)
+    return outputs
+
+
+@contextlib.contextmanager
+def _explaining(what: str, *arguments: Any) -> Iterator[None]:
+    """Names the arguments of a user's function in its error, and the line that raised it.
+
+    Raises:
+        ConfigError: the function failed.
+    """
+    try:
+        yield
+    except Exception as error:  # a function of the user may raise anything
+        shown = " and ".join(
+            f"{a.dtype} {list(a.shape)}" if isinstance(a, Tensor) else type(a).__name__
+            for a in arguments
+        ).replace("torch.", "")
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        own = [f for f in frames if not f.filename.startswith(os.path.dirname(torch.__file__))]
+        where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+        said = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{what} {shown}: {type(error).__name__}: {said}{where}") from error
+
+
+def _check_labels(targets: Tensor, num_classes: int, key: str) -> None:
+    """Refuses labels that are no class. -100 stands for no label.
+
+    Raises:
+        ConfigError: with the first such row.
+    """
+    if targets.is_floating_point():  # probabilities
+        return
+    flat = targets.flatten(1).long() if targets.ndim > 1 else targets[:, None].long()
+    is_bad = ((flat < 0) & (flat != IGNORED)) | (flat >= num_classes)
+    if is_bad.any():
+        row = int(is_bad.any(1).nonzero()[0])
+        label = int(flat[row][is_bad[row]][0])
+        raise ConfigError(
+            f"{key}: row {row} has the label {label}, and the outputs have {num_classes} classes:"
+            f" expected 0 to {num_classes - 1}, or {IGNORED} for no label"
+        )

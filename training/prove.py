@@ -118,7 +118,9 @@ def open_data(config: Config, model: nn.Module, key: str) -> Tokens | Examples |
     data = config.data
     path = data.train if key == "data.train" else data.validation
     if config.model.factory:
-        return factory.open_rows(path, key, data.batch_size)
+        rows = factory.open_rows(path, key, data.batch_size)
+        factory.check_rows(config, model, rows, key)
+        return rows
     opened = open_tokens(
         path, data.seq_len, data.batch_size, models.vocab_size(model), key, data.packing
     )

@@ -107,8 +107,23 @@ class _Block(nn.Module):
         self.linear = nn.Linear(10, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        CountsCalls.calls += 1
+        CountsCalls.calls += torch.is_grad_enabled()  # not in the trial before the training
         return self.linear(x).relu()
+
+
+class ReadsValues(nn.Module):
+    """Decides by a value, so it cannot be called with tensors that have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(10, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if x.sum() > -1e9 else self.linear(-x)
+
+
+def reads_values() -> nn.Module:
+    return ReadsValues()
 
 
 def scalar() -> nn.Module:

@@ -164,6 +164,36 @@ def test_what_a_factory_cannot_do_is_said(rows: Path, tmp_path: Path) -> None:
         assert "lora.rank" in refused(key)
 
 
+def test_rows_that_a_module_or_its_loss_cannot_take_are_refused(rows: Path, tmp_path: Path) -> None:
+    """A module whose forward reads values is tried once more, with values."""
+    inputs, path = torch.randn(64, 10), tmp_path / "rows.safetensors"
+    labels = torch.arange(64) % 5
+
+    def refused(inputs: torch.Tensor, targets: torch.Tensor, *more: str) -> str:
+        save_file({"inputs": inputs, "targets": targets}, path)
+        options = [*given("mlp", rows), "model.loss=", f"data.train={path}", *more]
+        with pytest.raises(ConfigError) as error:
+            prove(configuration.resolve(None, options), 1, 1)
+        return str(error.value)
+
+    said = refused(inputs[:, :7].contiguous(), labels)
+    assert "it failed on float32 [2, 7]: RuntimeError" in said and "modules:mlp" in said
+    reads = "model.factory=tests.training.difficult:reads_values"
+    said = refused(inputs[:, :7].contiguous(), labels, reads)
+    assert "it failed on float32 [2, 7]: RuntimeError" in said and "difficult.py:" in said
+    said = refused(inputs, torch.rand(64, 3))
+    assert "it failed on float32 [2, 5] and float32 [2, 3]" in said
+    for bad in (5, -1):
+        said = refused(inputs, labels.index_fill(0, torch.tensor([17]), bad))
+        assert f"row 17 has the label {bad}" in said and "5 classes" in said
+    said = refused(inputs, labels.index_fill(0, torch.tensor([63]), 7), reads)
+    assert "row 63 has the label 7" in said
+    save_file({"inputs": inputs, "targets": labels.index_fill(0, torch.tensor([3]), -100)}, path)
+    for factory in ((), (reads,)):
+        options = [*given("mlp", rows), "model.loss=", f"data.train={path}", *factory]
+        prove(configuration.resolve(None, options), 1, 1)
+
+
 def difficult(name: str, rows: Path, *more: str) -> tuple[str, ...]:
     """The options of a run of one of the difficult modules."""
     words = (*given("mlp", rows), f"model.factory=tests.training.difficult:{name}")
