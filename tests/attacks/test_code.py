@@ -48,18 +48,14 @@ def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path) -> No
     torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "s.pt")
     ckpt = Path(sys.executable).with_name("ckpt")
     environment = os.environ | {"PROOF": str(proof), "PYTHONPATH": ""}
-    for words in (
-        ["inspect", str(tmp_path / "s.pt"), "--shapes", "."],
-        ["convert", str(tmp_path / "s.pt"), "out", "--to", "hf", "--base", ".", "--check"],
-    ):
-        subprocess.run([ckpt, *words], cwd=work, env=environment, capture_output=True, timeout=120)
-        subprocess.run(
-            [sys.executable, "-P", "-m", "ckpt_tools", *words],
-            cwd=work,
-            env=environment,
-            capture_output=True,
-            timeout=120,
+    inspect = ["inspect", str(tmp_path / "s.pt"), "--shapes", "."]
+    convert = ["convert", str(tmp_path / "s.pt"), "out", "--to", "hf", "--base", ".", "--check"]
+    python = [sys.executable, "-P", "-m", "ckpt_tools"]
+    for words in ([ckpt, *inspect], [ckpt, *convert], [*python, *inspect]):
+        done = subprocess.run(
+            words, cwd=work, env=environment, capture_output=True, text=True, timeout=120
         )
+        assert "Traceback" not in done.stderr, done.stderr
     assert not proof.exists()
 
 

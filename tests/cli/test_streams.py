@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 import ckpt_tools
 from ckpt_tools import StorageError
+from tests.command import run_command
 
 COMMAND = f"{shlex.quote(sys.executable)} -m ckpt_tools"
 
@@ -50,20 +51,24 @@ def test_a_closed_stream_changes_neither_the_result_nor_the_status(
     assert done.returncode == 10 and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [{"LC_ALL": "C", "PYTHONUTF8": "0"}, {"COLUMNS": "0"}, {"COLUMNS": "wide"}, {"COLUMNS": "-1"}],
-)
-def test_help_is_shown_in_any_locale_and_width(environment: dict[str, str], source: Path) -> None:
-    for words in (
-        "--help",
-        "merge --help",
-        "convert --help",
-        f"inspect {source}",
-        f"inspect {source}/é",
-    ):
-        done = shell(f"{COMMAND} {words}", **environment)
-        assert done.returncode == (10 if "é" in words else 0), (words, done.stderr)
+def shown(source: Path) -> list[list[str]]:
+    """Command lines of the help, of a report and of an error with a letter beyond ASCII."""
+    helps = [["--help"], ["merge", "--help"], ["convert", "--help"]]
+    return [*helps, ["inspect", str(source)], ["inspect", f"{source}/é"]]
+
+
+def test_help_is_shown_in_a_locale_without_letters_beyond_ascii(source: Path) -> None:
+    for words in shown(source):
+        done = shell(f"{COMMAND} {shlex.join(words)}", LC_ALL="C", PYTHONUTF8="0")
+        assert done.returncode == (10 if "é" in words[-1] else 0), (words, done.stderr)
+        assert "Traceback" not in done.stderr and (done.stdout or done.stderr)
+
+
+@pytest.mark.parametrize("columns", ["0", "wide", "-1"])
+def test_help_is_shown_in_any_width(columns: str, source: Path) -> None:
+    for words in shown(source):
+        done = run_command(*words, env=os.environ | {"COLUMNS": columns})
+        assert done.returncode == (10 if "é" in words[-1] else 0), (words, done.stderr)
         assert "Traceback" not in done.stderr and (done.stdout or done.stderr)
 
 
