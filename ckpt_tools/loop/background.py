@@ -6,6 +6,7 @@ old steps.
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -113,6 +114,7 @@ class BackgroundWriter:
         self.jobs, self.retry_s, self.max_failures, self.rules = jobs, retry_s, max_failures, rules
         self._hooks, self._format, self.protected = hooks, step_format, set[int]()
         self._read_back, self._told = ReadBack(), set[str]()  # warnings on the store, logged once
+        self._is_waited_for = threading.Event()
 
     @property
     def is_busy(self) -> bool:
@@ -143,6 +145,7 @@ class BackgroundWriter:
 
     def submit(self, save: PendingSave, group: GlooGroup) -> None:
         """Starts to write a step in the background."""
+        self._is_waited_for.clear()
         self._running = self._background().submit(self.write, save, group, self.limits)
 
     def _background(self) -> ThreadPoolExecutor:
@@ -156,7 +159,7 @@ class BackgroundWriter:
         return self._pool
 
     def wait(self, is_last: bool = False) -> None:
-        """Waits until the background save is committed.
+        """Waits until the background save is committed. `max_mbps` does not hold meanwhile.
 
         Args:
             is_last: no save follows, so any failure is raised.
@@ -168,6 +171,7 @@ class BackgroundWriter:
         running = self._running
         if running is None:
             return
+        self._is_waited_for.set()
         try:
             wait_for(running, f"a save to {printable(str(self.root.path))}")
         except BaseException as error:
@@ -278,7 +282,7 @@ class BackgroundWriter:
                 before=self._step_before(save.layout),
                 timing=_with_copy(save.extras.timing, save.staged.waited_s),
             ),
-            limits.throttle(),
+            limits.throttle(self._is_waited_for),
         )
 
     def _step_before(self, layout: SaveLayout) -> Path | None:

@@ -19,7 +19,7 @@ class WriteLimits:
         jobs: its threads.
         nice: niceness that its threads get, unless they have a higher one. On Linux, each thread
             has its own.
-        max_mbps: megabytes per second; no limit if None.
+        max_mbps: megabytes per second, until the loop waits for the save; no limit if None.
     """
 
     jobs: int
@@ -42,22 +42,22 @@ class WriteLimits:
         if os.getpriority(os.PRIO_PROCESS, thread) < self.nice:
             os.setpriority(os.PRIO_PROCESS, thread, self.nice)
 
-    def throttle(self) -> Throttle | None:
+    def throttle(self, is_waited_for: threading.Event) -> Throttle | None:
         """Returns a throttle for one save; None if there is no limit."""
-        return None if self.max_mbps is None else Throttle(self.max_mbps * 1e6)
+        return None if self.max_mbps is None else Throttle(self.max_mbps * 1e6, is_waited_for)
 
 
 class Throttle:
-    """Lets threads pass so many bytes per second, all together."""
+    """Lets threads pass so many bytes per second, all together, until it is lifted."""
 
-    def __init__(self, bytes_per_s: float) -> None:
+    def __init__(self, bytes_per_s: float, is_lifted: threading.Event) -> None:
         self._bytes_per_s, self._free_at = bytes_per_s, time.monotonic()
-        self._lock = threading.Lock()
+        self._is_lifted, self._lock = is_lifted, threading.Lock()
 
     def __call__(self, nbytes: int) -> None:
-        """Waits until these bytes, which a thread has written, are within the limit."""
+        """Waits until these bytes, which a thread has written, are within the limit, or no more."""
         with self._lock:
             now = time.monotonic()
             self._free_at = max(self._free_at, now) + nbytes / self._bytes_per_s
             wait_s = self._free_at - now
-        time.sleep(wait_s)
+        self._is_lifted.wait(wait_s)

@@ -171,7 +171,8 @@ class CheckpointManager:
                 else changes these tensors, call `before_step` first.
             writer_jobs: threads per rank for background saves; `jobs` if None.
             writer_nice: niceness of these threads, 0 to 19.
-            max_mbps: megabytes per second that a background save writes on each rank, at most.
+            max_mbps: megabytes per second that a background save writes on each rank, at most. The
+                limit ends when the loop waits for the save.
             storage_options: options of the object store, in fsspec's form.
 
         Raises:

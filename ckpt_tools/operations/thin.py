@@ -7,6 +7,7 @@ one instant, once it is complete.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Unpack
 
@@ -158,26 +159,37 @@ def thin_steps(
         if reason := reason_to_stay(where, step, links):
             result.kept[str(step.path)] = reason
             chosen.remove(step)
-    opened = {
-        step.number: open_source(step.path, options.get("storage_options")) for step in chosen
-    }
-    _check_drop(drop, opened.values())
+    if drop and (names := _names(chosen, options)):
+        check_globs(drop, names, "--drop")
     for step in chosen:
-        source = opened[step.number]
         try:
-            found = _thin_one(step, source, drop, dtype, options, result.is_dry_run)
+            source = open_source(step.path, options.get("storage_options"))
+            with closing(source.store):
+                found = _thin_one(step, source, drop, dtype, options, result.is_dry_run)
         except CheckpointError as error:
             result.failed[str(step.path)] = str(error)
             continue
-        finally:
-            source.store.close()
         if found is not None:
             result.thinned.append(found)
     return result
 
 
+def _names(steps: Iterable[Step], options: Reading) -> list[str]:
+    """Returns the names in steps that can be opened; `thin` reports the others."""
+    names: dict[str, None] = {}
+    for step in steps:
+        with suppress(CheckpointError):
+            source = open_source(step.path, options.get("storage_options"))
+            with closing(source.store):
+                names |= dict.fromkeys([*source.catalog.tensors, *source.catalog.objects])
+    return list(names)
+
+
 def _sound(steps: Sequence[Step], reads: bool, kept: dict[str, str]) -> list[Step]:
     """Returns the complete steps, up to the newest full one that is not damaged."""
+    for step in steps:
+        if step.problem:
+            kept[str(step.path)] = f"it is not complete: {step.problem}"
     found = [
         step
         for step in steps
@@ -225,14 +237,6 @@ def _chosen(
             kept[str(step.path)] = reason
         else:
             yield step
-
-
-def _check_drop(drop: Sequence[str], sources: Iterable[Source]) -> None:
-    names: dict[str, None] = {}
-    for source in sources:
-        names |= dict.fromkeys([*source.catalog.tensors, *source.catalog.objects])
-    if names:
-        check_globs(drop, list(names), "--drop")
 
 
 def _thin_one(

@@ -22,7 +22,8 @@ STATE = {"w": torch.arange(1 << 20, dtype=torch.float32)}  # 4 MiB
 def test_a_limit_of_bytes_is_a_least_time(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, max_mbps=20) as checkpoints:
         checkpoints.save(1, STATE)
-        checkpoints.wait()
+        while checkpoints.last_save is None:
+            threading.Event().wait(0.01)
         assert checkpoints.last_save is not None
         assert checkpoints.last_save.timing["write"] >= (4 << 20) / 20e6
         checkpoints.save(2, STATE, asynchronous=False)
@@ -31,8 +32,18 @@ def test_a_limit_of_bytes_is_a_least_time(tmp_path: Path) -> None:
     assert torch.equal(found["w"], STATE["w"])
 
 
+def test_a_limit_ends_when_the_loop_waits_for_the_save(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, max_mbps=0.01) as checkpoints:  # 400 s for a step
+        for step in (1, 2):  # the second save waits for the first
+            checkpoints.save(step, STATE)
+        checkpoints.wait()
+        assert checkpoints.last_save is not None
+        assert checkpoints.last_save.timing["write"] < 200
+    assert torch.equal(assert_stock_torch_reads(tmp_path / "step-00000002")["w"], STATE["w"])
+
+
 def test_threads_share_a_limit() -> None:
-    throttle = Throttle(1e6)
+    throttle = Throttle(1e6, threading.Event())
     threads = [threading.Thread(target=throttle, args=(50_000,)) for _ in range(4)]
     began = os.times().elapsed
     for thread in threads:

@@ -18,7 +18,7 @@ import ckpt_tools
 from ckpt_tools import CheckpointManager, NotACheckpointError, PlanError, StorageError
 from ckpt_tools.publish.destinations import open_root
 from tests.conftest import torchrun
-from tests.jobs import EVERY, STRACE
+from tests.jobs import EVERY, STRACE, open_files
 from tests.servers.servers import Server
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -222,6 +222,23 @@ def test_a_damaged_step_stays_as_it_is(tmp_path: Path) -> None:
         iter(result.failed.values())
     )
     assert file.read_bytes() == data
+
+
+@pytest.mark.parametrize("drop", [(), ("optimizer*",)])
+def test_steps_that_are_not_complete_are_named_and_the_others_are_thinned(
+    drop: tuple[str, ...], tmp_path: Path
+) -> None:
+    save_run(tmp_path, 5)
+    changed, short = (tmp_path / f"step-0000000{n}" / ".metadata" for n in (2, 3))
+    changed.write_bytes(changed.read_bytes()[:-20] + bytes(20))
+    short.write_bytes(short.read_bytes()[:-20])
+    before = changed.read_bytes(), short.read_bytes()
+    result = ckpt_tools.thin(tmp_path, 1, drop=drop)
+    assert [s.number for s in result.thinned] == [1, 4] and not result.failed
+    for index in (changed, short):
+        assert "not complete" in result.kept[str(index.parent)]
+    assert (changed.read_bytes(), short.read_bytes()) == before
+    assert open_files(tmp_path) == []
 
 
 def test_steps_of_several_ranks_keep_their_sharding(tmp_path: Path) -> None:
