@@ -5,13 +5,17 @@ This module knows integers only: no bytes, no files, no dtypes. It imports nothi
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from operator import add
 from typing import NamedTuple
+
+_FEW = 64  # boxes of a tensor whose index is kept
+_MOST_KEPT = 64  # answers of such an index
 
 
 class Box(NamedTuple):
@@ -104,8 +108,10 @@ class BoxIndex:
     The boxes are sorted along the dim that cuts them most finely.
     """
 
-    def __init__(self, boxes: Sequence[Box]) -> None:
+    def __init__(self, boxes: Sequence[Box], keeps: bool = False) -> None:
+        """Sorts the boxes; `keeps` tells whether to keep answers for the next question."""
         self._boxes = boxes
+        self._kept = dict[Box, tuple[tuple[int, Box], ...]]() if keeps else None
         offsets = list(zip(*[b.offsets for b in boxes], strict=True))  # by dim
         sizes = list(zip(*[b.sizes for b in boxes], strict=True))
         self._low = tuple(map(min, offsets))
@@ -119,8 +125,17 @@ class BoxIndex:
         self._starts = sorted(offsets[dim]) if offsets else []
         self._reach = max(sizes[dim]) if offsets else 0
 
-    def overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Yields the number of every box that shares elements with `box`, and the shared box."""
+    def overlaps(self, box: Box) -> Iterable[tuple[int, Box]]:
+        """Returns the number of every box that shares elements with `box`, and the shared box."""
+        if self._kept is None:
+            return self._overlaps(box)
+        if (found := self._kept.get(box)) is None:
+            found = tuple(self._overlaps(box))
+            if len(self._kept) < _MOST_KEPT:
+                self._kept[box] = found
+        return found
+
+    def _overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
         boxes, dim = self._boxes, self._dim
         order: Sequence[int] = self._order
         if self._starts and len(order) > 1:
@@ -141,6 +156,16 @@ class BoxIndex:
             o <= low and o + s >= high
             for o, s, low, high in zip(box.offsets, box.sizes, self._low, self._high, strict=True)
         )
+
+
+def index_of(boxes: Sequence[Box]) -> BoxIndex:
+    """Returns the index of boxes; one of few boxes is kept, as a model's tensors are cut alike."""
+    return _kept_index(tuple(boxes)) if len(boxes) <= _FEW else BoxIndex(boxes)
+
+
+@functools.lru_cache(maxsize=256)
+def _kept_index(boxes: tuple[Box, ...]) -> BoxIndex:
+    return BoxIndex(boxes, keeps=True)
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -176,6 +201,7 @@ def flat_start(box: Box, shape: Sequence[int]) -> int:
     return index
 
 
+@functools.lru_cache(maxsize=4096)
 def flat_span(box: Box, frame: Box) -> tuple[int, int] | None:
     """Returns the element range of `box` in `frame`, a row-major buffer; None if not contiguous."""
     if box == frame:

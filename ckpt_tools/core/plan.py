@@ -16,6 +16,8 @@ from ckpt_tools.errors import PlanError, printable
 
 # S3 refuses shorter parts of an upload; the manifest must stay small
 CELL_BYTES, MOST_CELLS = 5 << 20, 16
+_MOST_ALIKE = 4096  # kinds of tensors whose copies are kept
+Boxes = tuple[Box, ...]
 
 
 def num_cells(box: Box, nbytes: int) -> int:
@@ -189,20 +191,38 @@ def plan_transfer(
             + ", ".join(repr(printable(m)) for m in missing[:10])
         )
     tensors = []
+    alike = _AlikeCopies()
     for fqn, slots in target.slots.items():
         entry = catalog.tensors.get(fqn)
         tensors.append(
-            _plan_tensor(entry, slots, (dtypes or {}).get(fqn))
+            _plan_tensor(entry, slots, (dtypes or {}).get(fqn), alike)
             if entry
             else _plan_object(catalog, fqn, slots)
         )
     return Plan(tuple(tensors), target, tuple(notes))
 
 
-def _plan_tensor(entry: TensorEntry, slots: tuple[Slot, ...], dtype: DType | None) -> TensorPlan:
-    boxes = [s.box for s in slots]
+class _AlikeCopies:
+    """Plans copies once for all tensors whose chunks and slots have the same boxes."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Boxes, Boxes], tuple[Copy, ...]] = {}
+
+    def plan(self, src: Boxes, dst: Boxes) -> tuple[Copy, ...]:
+        """Returns what `plan_copies` returns."""
+        if (found := self._known.get((src, dst))) is None:
+            if len(self._known) >= _MOST_ALIKE:
+                self._known.clear()
+            found = self._known[src, dst] = tuple(plan_copies(src, dst))
+        return found
+
+
+def _plan_tensor(
+    entry: TensorEntry, slots: tuple[Slot, ...], dtype: DType | None, alike: _AlikeCopies
+) -> TensorPlan:
+    boxes = tuple([s.box for s in slots])
     many = entry.chunks.copies(boxes) if isinstance(entry.chunks, ChunkTable) else None
-    copies = many if many is not None else tuple(plan_copies([c.box for c in entry.chunks], boxes))
+    copies = many if many is not None else alike.plan(tuple([c.box for c in entry.chunks]), boxes)
     return TensorPlan(
         entry.fqn, entry.shape, entry.dtype, dtype or entry.dtype, entry.chunks, slots, copies
     )

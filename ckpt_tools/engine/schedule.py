@@ -19,6 +19,7 @@ from ckpt_tools.core.box import (
     bands,
     flat_span,
     flat_start,
+    index_of,
     is_flat,
     row_major_strides,
     whole,
@@ -236,18 +237,22 @@ class Sources:
             Chunk(chunks[i].box, located.get(chunks[i].extent, chunks[i].extent)) for i in used
         ]
         self._index, self._itemsize = (
-            BoxIndex([c.box for c in self._chunks]),
+            index_of([c.box for c in self._chunks]),
             tensor.src_dtype.itemsize,
         )
         self.is_strided = any(c.extent.strides for c in self._chunks)
 
     def reads(self, box: Box) -> tuple[Read, ...]:
         """Returns the reads for a contiguous range of the tensor."""
-        return tuple(
-            r
-            for i, shared in self._index.overlaps(box)
-            for r in _reads(self._chunks[i], shared, self._itemsize)
-        )
+        found: list[Read] = []
+        for i, shared in self._index.overlaps(box):
+            chunk, extent = self._chunks[i], self._chunks[i].extent
+            if extent.strides is None and shared == chunk.box:
+                nbytes = shared.numel * self._itemsize
+                found.append(Read(extent.file, extent.start, nbytes, shared, None))
+            else:
+                found += _reads(chunk, shared, self._itemsize)
+        return tuple(found)
 
 
 def _tiles(
@@ -264,7 +269,7 @@ def _tiles(
     slots = [s for s in tensor.slots if s.box.numel]
     regions = [whole(tensor.shape)] if tensor.is_complete else [s.box for s in slots]
     cuts = [cut for s in slots for cut in _cuts(s, tensor.dst_dtype.itemsize, is_framed)]
-    targets = BoxIndex([s.box for s in slots])
+    targets = index_of([s.box for s in slots])
     for region in regions:
         for box in bands(region, max_numel, cuts):
             yield Tile(
@@ -287,14 +292,11 @@ def _cuts(slot: Slot, itemsize: int, is_framed: bool) -> Iterator[int]:
 
 
 def _reads(chunk: Chunk, shared: Box, itemsize: int) -> Iterator[Read]:
-    """Yields the reads for the elements that a tile and a chunk share.
+    """Yields the reads for the elements that a tile and a part of a chunk share.
 
     They are one contiguous range, or a few strided ranges whose bytes are mostly needed.
     """
     extent = chunk.extent
-    if extent.strides is None and shared == chunk.box:
-        yield Read(extent.file, extent.start, shared.numel * itemsize, shared, None)
-        return
     inner = shared.within(chunk.box)
     if extent.strides is None and is_flat(inner, chunk.box.sizes):
         start = extent.start + flat_start(inner, chunk.box.sizes) * itemsize

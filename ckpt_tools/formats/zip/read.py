@@ -86,6 +86,9 @@ def heads_and_tails(store: Store, extents: Sequence[Extent]) -> Iterator[tuple[i
             at = part.start - window.start
             data = bytes(view[at : at + part.nbytes])
             number = part.tag >> 1
+            if part.nbytes == extents[number].nbytes:  # a small one, read whole
+                yield number, data[:_HEAD_BYTES], data[-_TAIL_BYTES:]
+                continue
             other = halves.pop(number, None)
             if other is None:
                 halves[number] = data
@@ -114,9 +117,11 @@ def _announced(store: Store, windows: Iterator[Window]) -> Iterator[Window]:
 def _head_and_tail(extents: Sequence[Extent], numbers: Iterable[int]) -> Iterator[Range]:
     for number in numbers:
         file, start, nbytes = extents[number][:3]
-        yield Range(file, start, min(nbytes, _HEAD_BYTES), 2 * number)
-        tail = min(nbytes, _TAIL_BYTES)
-        yield Range(file, start + nbytes - tail, tail, 2 * number + 1)
+        if nbytes <= _HEAD_BYTES + _TAIL_BYTES:
+            yield Range(file, start, nbytes, 2 * number)
+            continue
+        yield Range(file, start, _HEAD_BYTES, 2 * number)
+        yield Range(file, start + nbytes - _TAIL_BYTES, _TAIL_BYTES, 2 * number + 1)
 
 
 def _find_payload(store: Store, item: ArchiveItem, head: bytes, tail: bytes) -> Extent:
