@@ -132,7 +132,7 @@ class BackgroundWriter:
     def is_taken(self, name: str) -> bool:
         """Tells whether the run has a step that no save may replace.
 
-        Some roots are not asked: their commit refuses such a save.
+        Some roots are not asked while the loop waits: their commit refuses such a save.
         """
         is_left = self.candidates.branch is not None and name in self.candidates.branch[1]
         target = self.target(name)
@@ -142,6 +142,11 @@ class BackgroundWriter:
             and target.url not in self.candidates.passed
             and target.exists()
         )
+
+    def refuse_older(self, step: int) -> None:
+        """Refuses a job's first step if the run has a newer one; see `Candidates.refuse_older`."""
+        if self.last_step is None:
+            self.candidates.refuse_older(step)
 
     def submit(self, save: PendingSave, group: GlooGroup) -> None:
         """Starts to write a step in the background."""
@@ -259,6 +264,8 @@ class BackgroundWriter:
                 self._check_lock()
                 # an earlier attempt has committed, but its reply was lost in an outage
                 is_there = len(attempts) > 1 and _attempt_of(target) in attempts[:-1]
+                if save.is_numbered and self.root.checks_at_commit and not save.overwrite:
+                    self.refuse_older(save.step)
                 if save.is_numbered and self.candidates.branch is not None and not is_there:
                     note = RollbackNote(what, attempts[-1], *self.candidates.branch)
                     write_note(self.root, note)

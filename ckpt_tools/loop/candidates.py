@@ -100,6 +100,27 @@ class Candidates:
         newer |= rollback.newer_than(list_steps(self.root), number)
         self._leave(number, newer)
 
+    def refuse_older(self, number: int) -> None:
+        """Refuses to begin below the newest step, which this job has not resumed from.
+
+        Retention would count that step as the newest, and remove the new ones.
+
+        Raises:
+            StorageError: there is such a step, and no branch begins.
+        """
+        if self.branch is not None:
+            return
+        newest = latest_of([self.root], tuple(self.passed), self._allow_not_finite).step
+        if newest is not None and newest.manifest is not None and newest.number > number:
+            raise StorageError(
+                f"step {number} is older than the newest step of this run, {newest.number}, which"
+                f" this job has not resumed from: {printable(str(newest.path))}",
+                hint=(
+                    "call resume(state) before the first save; or branch_from(None) for a new run,"
+                    " which sets the newer steps aside; or save to another directory"
+                ),
+            )
+
     def pass_over(self, step: Path | str, reason: object) -> None:
         """Notes that a step is unusable, so that the job may save it again."""
         log.warning("passed over %s: %s", step, reason)

@@ -300,7 +300,8 @@ class CheckpointManager:
         Args:
             step: its number, at least 0. A step that exists already is refused, unless `resume`
                 passed over it: then it is replaced. The step that this manager saved last or
-                resumed from is not saved again; this is logged.
+                resumed from is not saved again; this is logged. The first step must not be older
+                than the newest of the run, unless `resume` or `branch_from` was called.
             state: dicts, lists and tuples of modules, optimizers, anything with `state_dict`,
                 `RngState`, `PerRank`, generators, tensors and plain values.
             asynchronous: overrides the manager's setting for this save.
@@ -349,7 +350,7 @@ class CheckpointManager:
             metrics,
             self.statistics,
             names_differ,
-            lambda: self._refuse_taken(step, what, overwrite),
+            lambda: self._refuse_taken(step, what, overwrite, name is None),
         )
         with torch.no_grad():
             if self._group.meet("save", call, (self._writer.is_busy and may_skip, 0))[0]:
@@ -389,9 +390,13 @@ class CheckpointManager:
             staged.raise_interrupt()
         return True
 
-    def _refuse_taken(self, step: int, what: str, overwrite: bool) -> None:
-        """Refuses a step that is there already. Only rank 0 calls it."""
-        if not overwrite and self._writer.is_taken(what):
+    def _refuse_taken(self, step: int, what: str, overwrite: bool, is_numbered: bool) -> None:
+        """Refuses a step that is there already, or an older one. Only rank 0 calls it."""
+        if overwrite:
+            return
+        if is_numbered and not self._root.checks_at_commit:
+            self._writer.refuse_older(step)
+        if self._writer.is_taken(what):
             raise StorageError(
                 f"step {step} is there already: {printable(self._writer.target(what).url)}",
                 hint="a step is saved once: pass overwrite=True to replace it, or move it away",

@@ -6,6 +6,7 @@ Imports torch.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -397,20 +398,34 @@ def _mapping(exported: ExportedState, catalog: Catalog, notes: list[str]) -> dic
     free = plain_values if catalog.paths else set()
     for name in (n for n in exported.tensors if not places_above(n, free)):
         by_root.setdefault(root_of(name, exported.paths), []).append(name)
+    direct = exported.tensors.keys() & catalog.tensors.keys()
+    found: dict[str, tuple[str, dict[str, str]]] = {}  # prefix and stored names, by root
     for root, ours in by_root.items():
-        if any(n in catalog.tensors for n in ours):
+        if direct.isdisjoint(ours) and (fit := _prefix_that_fits(root, ours, model, plain)):
+            found[root] = fit
+    takers = Counter(s for _, names in found.values() for s in names.values())
+    for root, (prefix, names) in found.items():
+        # another part of the state has these values: this one was not saved
+        if any(s in direct or takers[s] > 1 for s in names.values()):
             continue
-        for prefix in dict.fromkeys((f"{root}.", f"{model}." if model else "", "")):
-            candidate = {n: plain.get(prefix + n[len(root) + 1 :], "") for n in ours}
-            if sum(map(bool, candidate.values())) * 2 > len(ours):
-                result |= {n: s for n, s in candidate.items() if s}
-                notes.append(
-                    f"{root}.* was stored as {prefix}*"
-                    if prefix != f"{root}."
-                    else f"{root}.* was stored with the prefixes of wrappers"
-                )
-                break
+        result |= names
+        notes.append(
+            f"{root}.* was stored as {prefix}*"
+            if prefix != f"{root}."
+            else f"{root}.* was stored with the prefixes of wrappers"
+        )
     return result
+
+
+def _prefix_that_fits(
+    root: str, ours: Sequence[str], model: str, plain: Mapping[str, str]
+) -> tuple[str, dict[str, str]] | None:
+    """Returns a prefix with which most names of a key are stored, and the stored names."""
+    for prefix in dict.fromkeys((f"{root}.", f"{model}." if model else "", "")):
+        names = {n: s for n in ours if (s := plain.get(prefix + n[len(root) + 1 :]))}
+        if len(names) * 2 > len(ours):
+            return prefix, names
+    return None
 
 
 def _groups_by_parameter(

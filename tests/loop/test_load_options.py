@@ -185,3 +185,21 @@ def test_a_load_that_fails_leaves_no_file_open(tmp_path: Path) -> None:
         ckpt_tools.load(tmp_path / "step-00000001", {"w": torch.ones(4)})
     gc.collect()  # of the exception and its frames
     assert open_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("keys", [("model", "teacher"), ("net", "teacher")])
+def test_a_module_that_was_not_saved_does_not_get_the_values_of_another(
+    keys: tuple[str, str], tmp_path: Path
+) -> None:
+    """It has the same names as the saved one, but for its key."""
+    saved = nn.Linear(3, 3)
+    ckpt_tools.save(tmp_path / "p", {"model": saved})
+    save_file(dict(saved.state_dict()), tmp_path / "w.safetensors")
+    for source in ("p", "w.safetensors"):
+        state = {key: nn.Linear(3, 3) for key in keys}
+        before = [p.clone() for p in state["teacher"].parameters()]
+        with pytest.raises(PlanError, match=r"missing from the checkpoint: [24]\n"):
+            ckpt_tools.load(tmp_path / source, state)
+        assert all(map(torch.equal, before, state["teacher"].parameters()))
+        assert ckpt_tools.load(tmp_path / source, {keys[1]: state["teacher"]}).notes
+        assert torch.equal(state["teacher"].weight, saved.weight)

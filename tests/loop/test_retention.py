@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt_tools
-from ckpt_tools import CheckpointManager, NotACheckpointError
+from ckpt_tools import CheckpointManager, NotACheckpointError, StorageError
 from ckpt_tools.loop.policy import Retention
 from ckpt_tools.loop.retention import pin_step, prune_steps, removable
 from ckpt_tools.publish.destinations import open_root
@@ -346,3 +346,21 @@ def test_a_mirror_keeps_what_is_pinned_on_the_disk(tmp_path: Path) -> None:
             if step == 1:
                 pin_step(run / step_name(1))
     assert numbers(list_steps(open_root(mirror))) == numbers(list_steps(open_root(run))) == [1, 3]
+
+
+def test_a_job_that_has_not_resumed_cannot_begin_below_the_newest_step(
+    run: Path, tmp_path: Path
+) -> None:
+    """Retention would take the old step for the newest, and remove the job's own."""
+    state = {"w": torch.zeros(3)}
+    with CheckpointManager(run, keep_last=2) as checkpoints:
+        with pytest.raises(StorageError, match="older than the newest step of this run, 30") as e:
+            checkpoints.save(5, state)
+        assert "resume" in str(e.value.hint) and "branch_from" in str(e.value.hint)
+        checkpoints.branch_from(None)
+        for step in (5, 6):
+            checkpoints.save(step, state)
+    assert [s.number for s in list_steps(open_root(run)) if not s.superseded_by] == [5, 6]
+    with CheckpointManager(run) as checkpoints:
+        assert checkpoints.resume(state) == 6
+        checkpoints.save(7, state)
