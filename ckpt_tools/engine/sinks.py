@@ -53,6 +53,9 @@ class SinkState(NamedTuple):
     sent: Mapping[str, Mapping[int, Any]] = MappingProxyType({})
 
 
+Note = Callable[[Tile, Bytes], None]
+
+
 class Sink(Protocol):
     """The protocol of a sink: it takes the values of tiles in any order, each tile once."""
 
@@ -109,9 +112,9 @@ class HashSink:
 class FillSink:
     """A sink that puts values into existing memory."""
 
-    def __init__(self, memory: MemoryStore) -> None:
-        """Takes the memory that holds the target's files."""
-        self._memory = memory
+    def __init__(self, memory: MemoryStore, note: Note | None = None) -> None:
+        """Takes the memory that holds the target's files, and a function of each tile's values."""
+        self._memory, self._note = memory, note
 
     def room(self, tile: Tile) -> Bytes | None:
         if len(tile.writes) != 1 or tile.tensor.src_dtype is not tile.tensor.dst_dtype:
@@ -121,6 +124,8 @@ class FillSink:
 
     def take(self, step: Batch, tiles: list[Bytes], scratch: Bytes) -> None:
         for tile, data in zip(step.tiles, tiles, strict=True):
+            if self._note is not None:
+                self._note(tile, data)
             for write in tile.writes:
                 values = (
                     data

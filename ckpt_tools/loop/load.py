@@ -41,6 +41,7 @@ from ckpt_tools.loop.match import (
 )
 from ckpt_tools.loop.numbers import name_numbers
 from ckpt_tools.loop.objects import Key
+from ckpt_tools.loop.proof import LoadProof
 from ckpt_tools.loop.read_shards import empty_tensor, read_shards
 from ckpt_tools.loop.rename import parameter_renamer, renamed, substituter
 from ckpt_tools.loop.restore import restore, set_state_of_rank
@@ -140,11 +141,12 @@ def load_into(
         shards = job.open(path, storage_options)
     _refuse_extra(group, job.found, where)
     laps.lap("open")
-    shards = _share(group, job.source, shards, job.found.tensors, read_once, job.jobs, job.report)
+    shards = _share(group, job, shards, read_once)
     laps.lap("share")
     with group.phase(f"read {where}"):
         job.read(shards)
         job.source.store.close()
+    job.proof.prove(group, where)
     laps.lap("read")
     with group.phase(f"restore {where}"):
         job.restore()
@@ -176,6 +178,7 @@ class _Load:
     manifest: Manifest | None
     found: Match
     report: LoadReport
+    proof: LoadProof
 
     def __init__(
         self, state: MutableMapping[str, Any], group: GlooGroup, request: LoadRequest, jobs: int
@@ -202,6 +205,7 @@ class _Load:
             self.request.wants,
         )
         self.source = source = replace(source, catalog=self.named.catalog)
+        self.proof = LoadProof(self.manifest, self.as_stored, source.catalog)
         check_unread(source.catalog, self.state, self.request)
         self.exported = exported = export(self.state, stored_state(source.catalog))
         self.found = found = match(
@@ -237,7 +241,15 @@ class _Load:
     def read(self, shards: Sequence[Shard]) -> None:
         """Reads the shards into their memory, and the objects."""
         source, found, exported, request = self.source, self.found, self.exported, self.request
-        read_shards(source, shards, found.tensors, self.jobs, DEFAULT_MEMORY_BYTES, self.report)
+        read_shards(
+            source,
+            shards,
+            found.tensors,
+            self.jobs,
+            DEFAULT_MEMORY_BYTES,
+            self.report,
+            self.proof,
+        )
         for name, how in self.by_hand.items():
             _fit_by_hand(
                 source,
@@ -248,6 +260,7 @@ class _Load:
                 request.cast,
                 self.jobs,
                 self.report,
+                self.proof,
             )
         by_stored = {
             found.tensors.get(n, n): value for n, value in exported.tensors.items()
@@ -344,6 +357,7 @@ def _fit_by_hand(
     cast: bool,
     jobs: int,
     report: LoadReport,
+    proof: LoadProof,
 ) -> None:
     """Reads a whole tensor and fits it to the state's shape with the user's function."""
     entry = source.catalog.tensors[stored]
@@ -355,6 +369,7 @@ def _fit_by_hand(
         jobs,
         DEFAULT_MEMORY_BYTES,
         report,
+        proof,
     )
     assert callable(how)
     made = how(read_whole_tensor, tuple(tensor.shape))
@@ -389,24 +404,20 @@ def _rename_params(values: dict[str, Any], source: Source, new_name: Callable[[s
 
 
 def _share(
-    group: GlooGroup,
-    source: Source,
-    shards: list[Shard],
-    names: Mapping[str, str],
-    read_once: bool | None,
-    jobs: int,
-    report: LoadReport,
+    group: GlooGroup, job: _Load, shards: list[Shard], read_once: bool | None
 ) -> list[Shard]:
     """Reads shards together with other ranks if this pays; returns the remaining shards."""
+    source, report = job.source, job.report
     is_remote = source.store.capabilities.is_remote
     if group.size == 1 or not (is_remote if read_once is None else read_once):
         return shards
     near = group if read_once else group.of_host()
-    division = divide(near, source.catalog, shards, names, GAP_BYTES if is_remote else 0)
+    gap_nbytes = GAP_BYTES if is_remote else 0
+    division = divide(near, source.catalog, shards, job.found.tensors, gap_nbytes)
     if not division.areas:
         return shards
     shared = {number: shard for number, shard in enumerate(shards) if number not in division.alone}
-    done = read_together(near, source, division, shared, jobs, DEFAULT_MEMORY_BYTES)
+    done = read_together(near, source, division, shared, job.jobs, DEFAULT_MEMORY_BYTES, job.proof)
     if done is None:
         source.store.close()  # the bytes may have been damaged on the way: read them again
         return shards

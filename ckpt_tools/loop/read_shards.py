@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
-from ckpt_tools.core.catalog import Catalog, TensorEntry
+from ckpt_tools.core.catalog import Catalog, Extent, TensorEntry
 from ckpt_tools.core.plan import Plan, Slot, Target, plan_transfer
 from ckpt_tools.engine.crc_watch import CrcWatch, compare_positions, read_whole
 from ckpt_tools.engine.run import run_batches
 from ckpt_tools.engine.schedule import schedule, tile_bytes
 from ckpt_tools.engine.sinks import FillSink
+from ckpt_tools.errors import IntegrityError
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.loop.load_request import LoadReport
+from ckpt_tools.loop.proof import LoadProof
 from ckpt_tools.loop.shards import Shard, has_bytes
 from ckpt_tools.loop.staging import Stage
 from ckpt_tools.storage import MemoryStore
@@ -37,8 +41,9 @@ def read_shards(
     jobs: int,
     memory_bytes: int,
     report: LoadReport,
+    proof: LoadProof | None = None,
 ) -> None:
-    """Fills shards. `names` maps shard names to stored names that differ."""
+    """Fills shards. `names` maps shard names to stored names that differ; see `fill`."""
     entries = {
         n: replace(source.catalog.tensors[names.get(n, n)], fqn=n) for n in {s.fqn for s in shards}
     }
@@ -48,11 +53,19 @@ def read_shards(
         jobs,
         memory_bytes,
         report,
+        proof,
+        names,
     )
 
 
 def fill(
-    source: Source, shards: Sequence[Shard], jobs: int, memory_bytes: int, report: LoadReport
+    source: Source,
+    shards: Sequence[Shard],
+    jobs: int,
+    memory_bytes: int,
+    report: LoadReport,
+    proof: LoadProof | None = None,
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Reads the bytes of shards straight into the shards' memory.
 
@@ -65,16 +78,19 @@ def fill(
         shards: their memory must not overlap.
         jobs, memory_bytes: threads, and the budget of their buffers.
         report: receives the counts.
+        proof: the sealed fingerprints. Tensors that are read in full are compared with them.
+        names: stored names of shards that have another name, for `proof`.
 
     Raises:
-        IntegrityError: a range that was read in full is not what was written.
+        IntegrityError: a range or a tensor that was read in full is not what was written.
         CheckpointError: it cannot be read.
     """
     stages = Stage(), Stage()
     try:
         for number, batch in enumerate(_batches(source.catalog, shards)):
             with stages[number % 2].fill([shard.tensor for shard in batch]) as views:
-                _fill(source, batch, views, jobs, memory_bytes, report)
+                reading = Reading(source, jobs, memory_bytes, report, proof, names)
+                reading.fill(batch, views)
     finally:
         for stage in stages:
             stage.settle()
@@ -103,76 +119,104 @@ def _batches(catalog: Catalog, shards: Sequence[Shard]) -> list[list[Shard]]:
     return batches
 
 
-def _fill(
-    source: Source,
-    shards: Sequence[Shard],
-    views: Sequence[memoryview],
-    jobs: int,
-    memory_bytes: int,
-    report: LoadReport,
-) -> None:
-    catalog = source.catalog
-    slots: dict[str, list[Slot]] = {}
-    for number, shard in enumerate(shards):
-        slots.setdefault(shard.fqn, []).append(Slot(shard.box, str(number), 0))
-    memory = MemoryStore({str(number): view for number, view in enumerate(views)})
-    target = Target("memory", memory.list_files(), {n: tuple(s) for n, s in slots.items()})
-    plan = plan_transfer(
-        replace(catalog, tensors={n: catalog.tensors[n] for n in slots}),
-        target,
-        {s.fqn: s.dtype for s in shards},
-    )
-    read_again_if_wrong(
-        source.store, lambda: _read(source, plan, memory, jobs, memory_bytes, report)
-    )
-    report.needed_nbytes += plan.payload_bytes
+class Reading(NamedTuple):
+    """How shards are read; see `fill`."""
 
+    source: Source
+    jobs: int
+    memory_bytes: int
+    report: LoadReport
+    proof: LoadProof | None
+    names: Mapping[str, str]
 
-def _read(
-    source: Source,
-    plan: Plan,
-    memory: MemoryStore,
-    jobs: int,
-    memory_bytes: int,
-    report: LoadReport,
-) -> None:
-    """Reads once from the usual positions of payloads, then checks that they lie there.
+    def fill(self, shards: Sequence[Shard], views: Sequence[memoryview]) -> None:
+        """Fills the memory of shards."""
+        catalog = self.source.catalog
+        slots: dict[str, list[Slot]] = {}
+        for number, shard in enumerate(shards):
+            slots.setdefault(shard.fqn, []).append(Slot(shard.box, str(number), 0))
+        memory = MemoryStore({str(number): view for number, view in enumerate(views)})
+        target = Target("memory", memory.list_files(), {n: tuple(s) for n, s in slots.items()})
+        plan = plan_transfer(
+            replace(catalog, tensors={n: catalog.tensors[n] for n in slots}),
+            target,
+            {s.fqn: s.dtype for s in shards},
+        )
+        read_again_if_wrong(self.source.store, lambda: self._read(plan, memory))
+        self.report.needed_nbytes += plan.payload_bytes
 
-    A look at each position first would leave scattered pages in the page cache. These cost a cold
-    file half of its read-ahead. If an assumed position was wrong, the tensor is read again.
-    """
-    used = {
-        t.fqn: _used(source.catalog.tensors[t.fqn], {c.src for c in t.copies}) for t in plan.tensors
-    }
-    assumed = source.assume(used.values())
-    is_remote = source.store.capabilities.is_remote
-    if not is_remote:  # announced sequential reads are fastest on a disk
-        files = {
-            c.extent.file
-            for t in used.values()
-            for c in t.chunks
-            if c.extent.file in source.catalog.file_sizes
+    def _read(self, plan: Plan, memory: MemoryStore) -> None:
+        """Reads once from the usual positions of payloads, then checks that they lie there.
+
+        A look at each position first would leave scattered pages in the page cache. These cost a
+        cold file half of its read-ahead. If an assumed position was wrong, the tensor is read
+        again.
+        """
+        source = self.source
+        used = {
+            t.fqn: _used(source.catalog.tensors[t.fqn], {c.src for c in t.copies})
+            for t in plan.tensors
         }
-        source.store.will_read((file, 0, source.catalog.file_sizes[file]) for file in files)
-    steps = schedule(plan, assumed, *tile_bytes(memory_bytes, jobs))
-    crc_watch = CrcWatch(read_whole(plan, assumed))
-    report.read_nbytes += run_batches(
-        steps, source.store, FillSink(memory), jobs, looks_ahead=is_remote, crc_watch=crc_watch
-    ).read_nbytes
-    real = source.compare(used.values(), assumed)
-    report.num_proved += crc_watch.prove(dict(real.crcs))
-    wrong = {t.fqn for t in used.values() if any(c.extent in real.moved for c in t.chunks)}
-    if wrong:
-        again = replace(plan, tensors=tuple(t for t in plan.tensors if t.fqn in wrong))
-        late = CrcWatch(read_whole(again, real.found))
-        run_batches(
-            schedule(again, real.found, *tile_bytes(memory_bytes, jobs)),
+        assumed = source.assume(used.values())
+        is_remote = source.store.capabilities.is_remote
+        if not is_remote:  # announced sequential reads are fastest on a disk
+            files = {
+                c.extent.file
+                for t in used.values()
+                for c in t.chunks
+                if c.extent.file in source.catalog.file_sizes
+            }
+            source.store.will_read((file, 0, source.catalog.file_sizes[file]) for file in files)
+        part = self.proof.named(self.names) if self.proof is not None else None
+        proved = part.whole(plan) if part is not None else set[str]()  # by their fingerprints
+        sink = FillSink(memory, part.note if part is not None else None)
+        crc_watch = CrcWatch(_watched(plan, assumed, proved))
+        totals = run_batches(
+            schedule(plan, assumed, *tile_bytes(self.memory_bytes, self.jobs)),
             source.store,
-            FillSink(memory),
-            jobs,
+            sink,
+            self.jobs,
+            looks_ahead=is_remote,
+            crc_watch=crc_watch,
+        )
+        real = source.compare(used.values(), assumed)
+        num_proved = crc_watch.prove(dict(real.crcs))
+        wrong = {t.fqn for t in used.values() if any(c.extent in real.moved for c in t.chunks)}
+        if wrong:
+            if part is not None:
+                part.forget(wrong)
+            again = replace(plan, tensors=tuple(t for t in plan.tensors if t.fqn in wrong))
+            num_proved += self._read_found(again, real.found, sink, proved)
+        if part is not None and self.proof is not None:
+            try:
+                part.prove(proved, str(source.path))
+            except IntegrityError:
+                self._read_found(plan, real.found, sink, set())  # a CRC-32 also names the file
+                raise
+            self.proof.absorb(part)
+        self.report.read_nbytes += totals.read_nbytes
+        self.report.num_proved += num_proved + sum(
+            len(t.used) for t in plan.tensors if t.fqn in proved
+        )
+
+    def _read_found(
+        self, plan: Plan, found: Mapping[Extent, Extent], sink: FillSink, proved: set[str]
+    ) -> int:
+        """Reads from the positions that the files name; returns the number of proved chunks."""
+        late = CrcWatch(_watched(plan, found, proved))
+        run_batches(
+            schedule(plan, found, *tile_bytes(self.memory_bytes, self.jobs)),
+            self.source.store,
+            sink,
+            self.jobs,
             crc_watch=late,
         )
-        report.num_proved += late.prove(dict(compare_positions(real.found, real.found).crcs))
+        return late.prove(dict(compare_positions(found, found).crcs))
+
+
+def _watched(plan: Plan, located: Mapping[Extent, Extent], proved: set[str]) -> dict[Extent, str]:
+    """Returns the payloads whose CRC-32 is compared: those without a fingerprint."""
+    return {e: fqn for e, fqn in read_whole(plan, located).items() if fqn not in proved}
 
 
 def _used(entry: TensorEntry, numbers: set[int]) -> TensorEntry:

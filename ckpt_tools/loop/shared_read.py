@@ -26,10 +26,11 @@ from ckpt_tools.engine.crc_watch import CrcWatch, RangeCrcs, is_watched
 from ckpt_tools.engine.kernels import Bytes, gather, scatter
 from ckpt_tools.engine.run import Totals, run_batches
 from ckpt_tools.engine.schedule import Batch, Tile, schedule, tile_bytes
-from ckpt_tools.engine.sinks import FillSink, empty_bytes
+from ckpt_tools.engine.sinks import FillSink, Note, empty_bytes
 from ckpt_tools.errors import CheckpointError, FormatError, IntegrityError
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.loop.divide import ReadPlan, Round, RoundRead, SharedArea, WantedBox
+from ckpt_tools.loop.proof import LoadProof
 from ckpt_tools.loop.shards import Shard, as_bytes
 from ckpt_tools.ranks.gloo import RankSet
 from ckpt_tools.storage import MemoryStore
@@ -40,7 +41,7 @@ _BUFFERS = range(2)
 class _RoundSink(FillSink):
     """A sink with the buffers of two rounds. No thread writes into one before it has been sent."""
 
-    def __init__(self, rounds: Sequence[int]) -> None:
+    def __init__(self, rounds: Sequence[int], note: Note) -> None:
         """Allocates the buffers; `rounds` has the number of bytes of each round."""
         self._left, self._num_free, self._is_over = list(rounds), len(_BUFFERS), False
         self._changed = threading.Condition()
@@ -49,7 +50,8 @@ class _RoundSink(FillSink):
             buffers[number % len(buffers)][:nbytes] for number, nbytes in enumerate(rounds)
         ]
         super().__init__(
-            MemoryStore({str(number): buffer.data for number, buffer in enumerate(self.buffers)})
+            MemoryStore({str(number): buffer.data for number, buffer in enumerate(self.buffers)}),
+            note,
         )
 
     def room(self, tile: Tile) -> Bytes | None:
@@ -107,6 +109,7 @@ def read_together(
     shards: Mapping[int, Shard],
     jobs: int,
     memory_bytes: int,
+    proof: LoadProof,
 ) -> SharedReadStats | None:
     """Reads this rank's part and sends it to the other ranks. All ranks of the group call it.
 
@@ -116,6 +119,7 @@ def read_together(
         division: the part of each rank.
         shards: the shards that this rank does not read alone, by number.
         jobs, memory_bytes: threads, and the budget of their buffers.
+        proof: takes the fingerprints of what was read.
 
     Returns:
         The counts. None on all ranks if bytes were wrong or were not at the assumed position: then
@@ -125,7 +129,8 @@ def read_together(
         CheckpointError: it cannot be read; or another rank failed.
     """
     with group.phase("begin to read together"):
-        reading = _Reading(group, source, division, jobs, memory_bytes)
+        part = proof.named({})
+        reading = _Reading(group, source, division, jobs, memory_bytes, part.note)
     received_nbytes, rooms = 0, {number: _Room(shard) for number, shard in shards.items()}
     try:
         for number, pieces in enumerate(division.rounds()):
@@ -138,6 +143,7 @@ def read_together(
     num_proved = reading.prove()
     if any(group.all_gather(reading.is_spoiled, "compare what was read")):
         return None
+    proof.absorb(part)
     return SharedReadStats(
         reading.result.read_nbytes, reading.needed_nbytes, received_nbytes, num_proved
     )
@@ -147,7 +153,13 @@ class _Reading:
     """This rank's own reading, in a separate thread."""
 
     def __init__(
-        self, group: RankSet, source: Source, division: ReadPlan, jobs: int, memory_bytes: int
+        self,
+        group: RankSet,
+        source: Source,
+        division: ReadPlan,
+        jobs: int,
+        memory_bytes: int,
+        note: Note,
     ) -> None:
         self._group, self._source, self._division = group, source, division
         mine = [pieces[group.rank] for pieces in division.rounds()]
@@ -167,7 +179,7 @@ class _Reading:
         self.needed_nbytes = sum(
             p.box.numel * p.area.entry.dtype.itemsize for pieces in mine for p in pieces
         )
-        self.sink = _RoundSink([sum(piece.nbytes for piece in pieces) for pieces in mine])
+        self.sink = _RoundSink([sum(piece.nbytes for piece in pieces) for pieces in mine], note)
         self.is_spoiled = False
         tiles = tile_bytes(memory_bytes, jobs)
         steps = chain.from_iterable(

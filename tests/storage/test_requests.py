@@ -45,7 +45,8 @@ def test_a_save_lists_at_most_twice(server: Server) -> None:
             passed.clear()
             checkpoints.save(step, {"w": torch.ones(3)}, asynchronous=False)
             checkpoints._writer._background().submit(int).result()  # old steps are removed there
-            assert kinds(passed)["LIST"] <= 2, [r.path_qs for r, _ in passed]
+            # a job's first save looks for a newer step, too
+            assert kinds(passed)["LIST"] <= 2 + (step == 1), [r.path_qs for r, _ in passed]
     assert [s.number for s in list_steps(open_root("s3://lists/run", server.options))] == [4, 5]
 
 
@@ -55,8 +56,8 @@ def test_three_ranks_list_no_more_than_one(server: Server) -> None:
         torchrun(3, "steps.py", "s3://three/run", "4", **replace(server, endpoint=url).environment)
         count = kinds(passed)
     assert [s.number for s in list_steps(open_root("s3://three/run", server.options))] == [2, 3, 4]
-    # at the start: dead jobs' uploads and objects, unfinished rollbacks
-    assert count["LIST"] <= 3 + 2 * 4, count
+    # at the start: dead jobs' uploads and objects, unfinished rollbacks; once: a newer step
+    assert count["LIST"] <= 3 + 1 + 2 * 4, count
 
 
 def test_a_run_of_many_steps_is_listed_at_once(server: Server) -> None:

@@ -1,0 +1,180 @@
+"""Compares what a load has read with the fingerprints in the manifest.
+
+A chunk's own CRC-32 finds damage in it. Only a fingerprint finds that another chunk, or another
+step's file, is in its place. Formats without checksums, such as safetensors, have nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from ckpt_tools.core.box import is_flat
+from ckpt_tools.core.catalog import Catalog
+from ckpt_tools.core.checksum import combine_crc64nvme, crc64nvme, hex64
+from ckpt_tools.core.plan import Plan, TensorPlan
+from ckpt_tools.engine.fingerprints import (
+    Fingerprints,
+    HashedRange,
+    HashedRanges,
+    TensorHashes,
+)
+from ckpt_tools.engine.kernels import Bytes
+from ckpt_tools.engine.schedule import Tile
+from ckpt_tools.errors import IntegrityError, printable
+from ckpt_tools.publish.manifest import Manifest
+from ckpt_tools.ranks.gloo import GlooGroup
+
+_LEAST_ROW_BYTES = 2048  # the fingerprint of shorter rows takes longer than reading them
+
+
+class _Sealed(NamedTuple):
+    """A tensor in the manifest: its name there, and its fingerprint."""
+
+    fqn: str
+    crc64: int
+
+
+class LoadProof:
+    """The sealed fingerprints of a checkpoint, and those of the bytes that a load has read.
+
+    A cast tensor is not compared: its fingerprint is that of the stored bytes.
+    """
+
+    def __init__(self, manifest: Manifest | None, stored: Catalog, catalog: Catalog) -> None:
+        """Takes the manifest of a checkpoint, and the names of its tensors.
+
+        Args:
+            manifest: with the fingerprints; None if there is none.
+            stored: the catalog with the names of the manifest.
+            catalog: the catalog with the names of the load.
+        """
+        self._lock = threading.Lock()
+        self._read = Fingerprints()
+        self._sealed: dict[str, _Sealed] = {}
+        if manifest is None:
+            return
+        by_extent = {t.chunks[0].extent: t for t in stored.tensors.values() if t.chunks}
+        for name, entry in catalog.tensors.items():
+            own = by_extent.get(entry.chunks[0].extent) if entry.chunks else None
+            if own is not None and own.fqn in manifest.tensors and own.chunks == entry.chunks:
+                found = manifest.tensors[own.fqn]
+                self._sealed[name] = _Sealed(own.fqn, int(found.fingerprint, 16))
+
+    def named(self, names: Mapping[str, str]) -> PartProof:
+        """Returns the proof of one reading; `names` has stored names by names that differ."""
+        return PartProof(self._sealed, names)
+
+    def absorb(self, part: PartProof) -> None:
+        """Adds what a reading has noted."""
+        with self._lock:
+            self._read.absorb(part.noted())
+
+    def prove(self, group: GlooGroup, where: str) -> None:
+        """Compares the fingerprints of tensors that all ranks have read together.
+
+        Raises:
+            IntegrityError: a tensor is not the sealed one.
+        """
+        if group.size == 1:
+            return  # each reading was compared
+        what = f"compare the fingerprints of {where}"
+        found = group.gather(_joined(self._read.noted), what)
+        with group.phase(what):
+            everything = Fingerprints()
+            for noted in found:
+                everything.absorb(noted)
+            _compare(self._sealed, everything.join(), where)
+
+
+class PartProof:
+    """The fingerprints of one reading."""
+
+    def __init__(self, sealed: Mapping[str, _Sealed], names: Mapping[str, str]) -> None:
+        self._sealed, self._names = sealed, names
+        self._read, self._lock = Fingerprints(), threading.Lock()
+
+    def whole(self, plan: Plan) -> set[str]:
+        """Returns the names of a plan whose tensors this reading proves alone."""
+        return {t.fqn for t in plan.tensors if t.is_complete and self._wants(t)}
+
+    def note(self, tile: Tile, data: Bytes) -> None:
+        """Notes the values of a tile."""
+        if not self._wants(tile.tensor) or not _is_cheap(tile):
+            return
+        found = Fingerprints()
+        found.add(tile, crc64nvme(data.data), data)
+        with self._lock:
+            self._read.absorb(found.noted)
+
+    def forget(self, names: Collection[str]) -> None:
+        """Forgets tensors that are read again."""
+        for table in self._read.noted:
+            for name in names:
+                table.pop(name, None)
+
+    def prove(self, names: Collection[str], where: str) -> None:
+        """Compares the fingerprints of tensors that were read in full.
+
+        Raises:
+            IntegrityError: a tensor is not the sealed one.
+        """
+        found = self._read.join()
+        sealed = {name: self._sealed[self._names.get(name, name)] for name in names}
+        _compare(sealed, {name: found[name] for name in names if name in found}, where)
+
+    def noted(self) -> TensorHashes:
+        """Returns what was noted, by stored names."""
+        read, names = self._read.noted, self._names
+        return TensorHashes(
+            {names.get(name, name): found for name, found in read.pieces.items()},
+            {names.get(name, name): found for name, found in read.shares.items()},
+            {names.get(name, name): found for name, found in read.sizes.items()},
+        )
+
+    def _wants(self, tensor: TensorPlan) -> bool:
+        is_sealed = self._names.get(tensor.fqn, tensor.fqn) in self._sealed
+        return is_sealed and tensor.src_dtype is tensor.dst_dtype
+
+
+def _is_cheap(tile: Tile) -> bool:
+    """Tells whether the values of a tile lie in long rows of its tensor."""
+    sizes, shape = tile.box.sizes, tile.tensor.shape
+    dim = len(shape) - 1
+    while dim > 0 and sizes[dim] == shape[dim]:
+        dim -= 1
+    row = math.prod(sizes[dim:]) * tile.tensor.src_dtype.itemsize
+    return row >= _LEAST_ROW_BYTES or is_flat(tile.box, shape)
+
+
+def _joined(noted: TensorHashes) -> TensorHashes:
+    """Returns the same notes, with neighbouring ranges of a tensor as one."""
+    pieces = {name: HashedRanges(_neighbours(found)) for name, found in noted.pieces.items()}
+    return noted._replace(pieces=pieces)
+
+
+def _neighbours(ranges: Iterable[HashedRange]) -> Iterator[HashedRange]:
+    last: HashedRange | None = None
+    for piece in sorted(set(ranges)):
+        if last is not None and piece.start == last.start + last.nbytes:
+            crc = combine_crc64nvme(last.crc64, piece.crc64, piece.nbytes)
+            last = HashedRange(last.start, last.nbytes + piece.nbytes, crc, 0)
+            continue
+        if last is not None:
+            yield last
+        last = piece
+    if last is not None:
+        yield last
+
+
+def _compare(sealed: Mapping[str, _Sealed], found: Mapping[str, int], where: str) -> None:
+    for name, crc in found.items():
+        known = sealed.get(name)
+        if known is not None and crc != known.crc64:
+            raise IntegrityError(
+                f"a tensor is not what was sealed: expected fingerprint {hex64(known.crc64)}, got"
+                f" {hex64(crc)} ({printable(known.fqn)!r} in {printable(where)})",
+                hint="ckpt verify names what is damaged; restore the files, or take another step",
+            )
