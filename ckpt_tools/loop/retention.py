@@ -57,8 +57,8 @@ def removable(
     """Returns the steps that the rules allow to remove.
 
     Args:
-        steps: from `list_steps`. Incomplete and superseded steps, steps without a manifest, and
-            links are neither counted nor removed.
+        steps: from `list_steps`. Incomplete and superseded steps, steps without a manifest, links,
+            and several steps with one number are neither counted nor removed.
         rules: which complete steps stay.
         kept: paths that stay whatever the rules say.
     """
@@ -75,10 +75,12 @@ def _counts(step: Step) -> bool:
     """Tells whether a step protects a run, so that older ones may go.
 
     Such a step is complete, and its manifest has the step's own number. Without a manifest, nothing
-    proves a step. Without a number, a copy of an old step could stand for the newest one.
+    proves a step. Without a number, a copy of an old step could stand for the newest one. Of two
+    directories with one number, one is a copy, and neither counts.
     """
     return (
-        step.manifest is not None
+        not step.twin
+        and step.manifest is not None
         and step.manifest.step == step.number
         and not step.problem
         and not step.superseded_by
@@ -126,6 +128,10 @@ def prune_steps(
     )
     counted = [step for step in steps if _counts(step) and str(step.path) not in damaged]
     result = Pruned(damaged=damaged, policies=_reasons(counted, rules))
+    for step in steps:
+        if step.twin:
+            reason = f"{printable(step.twin)} has the same number, so neither counts"
+            result.kept[str(step.path)] = reason
     links = root.links() if victims else []
     for step in victims:
         if reason := (

@@ -190,10 +190,13 @@ def _sound(steps: Sequence[Step], reads: bool, kept: dict[str, str]) -> list[Ste
     for step in steps:
         if step.problem:
             kept[str(step.path)] = f"it is not complete: {step.problem}"
+        elif step.twin:
+            kept[str(step.path)] = f"{printable(step.twin)} has the same number"
     found = [
         step
         for step in steps
         if not step.problem
+        and not step.twin
         and not step.superseded_by
         and step.manifest is not None
         and step.manifest.step == step.number

@@ -42,6 +42,7 @@ class Step:
         store: the store of its files.
         superseded_by: the first step of the branch that replaced it; "" if none has.
         is_pinned: whether it holds a pin.
+        twin: the name of another complete step with this number; "" if there is none.
     """
 
     number: int
@@ -52,6 +53,7 @@ class Step:
     store: Store | None = field(default=None, compare=False, repr=False)
     superseded_by: str = ""
     is_pinned: bool = False
+    twin: str = ""
 
     @property
     def name(self) -> str:
@@ -151,6 +153,13 @@ def list_steps(root: RunRoot, with_superseded: bool = False) -> list[Step]:
     return _list(_find(root), with_superseded)
 
 
+def _form_of(number: int, store: Store) -> int:
+    """Returns the number of the form of a step's name in `STEP_FORMATS`; their number for none."""
+    name = store.url.rstrip("/").rpartition("/")[2]
+    names = [step_name(number, form) for form in STEP_FORMATS]
+    return names.index(name) if name in names else len(names)
+
+
 def survey(root: RunRoot) -> tuple[list[Step], set[str]]:
     """Returns `list_steps`, and the names of the steps that notes of unfinished rollbacks wait for.
 
@@ -168,7 +177,7 @@ def _list(found: _Found, with_superseded: bool = False) -> list[Step]:
             step for step in pool.map(lambda item: look_at(*item), found.steps) if found.shows(step)
         ]
         victims = _victims(found)
-        steps = [_judged(step, victims) for step in steps]
+        steps = _with_twins([_judged(step, victims) for step in steps])
         if not with_superseded:
             return [step for step in steps if not step.superseded_by]
         steps += [
@@ -210,7 +219,7 @@ def _find(root: RunRoot) -> _Found:
     stores, files = root.entries()
     steps = sorted(
         ((int(m[1]), store) for n, store in stores.items() if (m := _STEP.fullmatch(n))),
-        key=lambda item: item[0],
+        key=lambda item: (item[0], -_form_of(*item)),  # of several with one number, ours is last
     )
     moved = [(m, store) for n, store in stores.items() if (m := SUPERSEDED.fullmatch(n))]
     aside = [(int(s[1]), store, m[2]) for m, store in moved if (s := _STEP.fullmatch(m[1]))]
@@ -233,6 +242,22 @@ def list_all(root: RunRoot) -> tuple[list[Step], list[str]]:
     """
     found = _find(root)
     return _list(found, with_superseded=True), found.others
+
+
+def _with_twins(steps: Sequence[Step]) -> list[Step]:
+    """Notes the steps whose number another complete step has: one of them is a copy."""
+    names: dict[int, list[str]] = {}
+    for step in steps:
+        is_sealed = step.manifest is not None and step.manifest.step == step.number
+        is_link = os.path.islink(step.path)
+        if is_sealed and not is_link and not step.problem and not step.superseded_by:
+            names.setdefault(step.number, []).append(step.name)
+    return [
+        replace(step, twin=next(name for name in same if name != step.name))
+        if len(same := names.get(step.number, [])) > 1 and step.name in same
+        else step
+        for step in steps
+    ]
 
 
 def rollbacks(root: RunRoot) -> list[tuple[RollbackNote, bool]]:

@@ -364,3 +364,23 @@ def test_a_job_that_has_not_resumed_cannot_begin_below_the_newest_step(
     with CheckpointManager(run) as checkpoints:
         assert checkpoints.resume(state) == 6
         checkpoints.save(7, state)
+
+
+def test_copies_of_a_step_do_not_count_for_others(run: Path, tmp_path: Path) -> None:
+    """A copy has the number of its step, in its name and in its manifest, and may be damaged."""
+    for name in ("step_30", "step-030", "checkpoint-30"):
+        shutil.copytree(run / "step-00000030", run / name)
+        file = run / name / "__0_0.distcp"
+        file.write_bytes(os.urandom(file.stat().st_size))
+    everything = {p.name for p in run.iterdir()}
+    result = prune_steps(open_root(run), Retention(last=3))
+    assert not result.removed and {p.name for p in run.iterdir()} == everything
+    assert "has the same number" in result.kept[str(run / "step-00000030")]
+    assert {str(run / n) for n in ("step_30", "step-030", "checkpoint-30")} <= result.kept.keys()
+    assert not ckpt_tools.thin(run, 2).thinned
+    assert Path(str(ckpt_tools.latest(run).path)).name == "step-00000030"
+    state = {"w": torch.zeros(100), "b": torch.zeros(3, 2), "note": ""}
+    with CheckpointManager(run, keep_last=3) as checkpoints:
+        assert checkpoints.resume(state) == 30 and state["w"][5] == 5
+        checkpoints.save(40, state)
+    assert everything < {p.name for p in run.iterdir()}
