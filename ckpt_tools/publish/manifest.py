@@ -285,6 +285,7 @@ def of_source(source: Source) -> Manifest | None:
     if manifest is not None:
         _check_indexes(manifest, source.catalog)
         _check_headers(manifest, source.catalog)
+        _check_names(manifest, source.catalog)
     return manifest
 
 
@@ -321,6 +322,26 @@ def _check_indexes(manifest: Manifest, catalog: Catalog) -> None:
                 f" {hex64(crc)} ({printable(name)})",
                 hint=_DAMAGED_INDEX,
             )
+
+
+def _check_names(manifest: Manifest, catalog: Catalog) -> None:
+    """Refuses a checkpoint that lacks sealed tensors: names come from those of files, too.
+
+    It may have more tensors. Also, a sealed model may be a part of a larger checkpoint.
+    """
+    if catalog.lacks_shapes or catalog.format != manifest.format:
+        return
+    there = catalog.tensors.keys() | catalog.unread.keys()
+    if missing := [fqn for fqn in manifest.tensors if fqn not in there]:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        names = printable(", ".join(missing[:3]))
+        raise IntegrityError(
+            f"{len(missing)} sealed tensors are not there: {names}{more}",
+            hint=(
+                "a file is missing, has another name, or is damaged: ckpt verify names it. If"
+                " another tool has written here since the seal, remove the manifest"
+            ),
+        )
 
 
 def _check_headers(manifest: Manifest, catalog: Catalog) -> None:

@@ -78,8 +78,8 @@ def test_both_ways_to_save_hold_the_same_bits(kind: str, saved: Path, tmp_path: 
         )
         (state,) = torch.load(tmp_path / f"{case}.pt").values()
         state.pop("iteration", None)
-        torch.save(state, tmp_path / f"{case}.pt")
-    assert ckpt_tools.diff(tmp_path / "sharded.pt", tmp_path / "local.pt").is_same
+        torch.save(state, tmp_path / f"{case}_alone.pt")
+    assert ckpt_tools.diff(tmp_path / "sharded_alone.pt", tmp_path / "local_alone.pt").is_same
 
 
 def test_shapes_that_are_missing_or_do_not_fit_are_asked_for(saved: Path, tmp_path: Path) -> None:

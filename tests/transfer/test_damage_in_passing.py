@@ -119,10 +119,12 @@ def test_steps_that_resume_passed_over_do_not_count_for_retention(tmp_path: Path
 
 
 def test_a_job_never_removes_the_step_that_it_has_just_saved(tmp_path: Path) -> None:
-    saved(tmp_path, [900])
-    with CheckpointManager(tmp_path, keep_last=1) as checkpoints:  # begins anew, below 900
+    saved(tmp_path / "other", [900])
+    with CheckpointManager(tmp_path, keep_last=1) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(step, {"w": torch.full((5000,), float(step))}, asynchronous=False)
+            if step == 1:  # somebody puts a newer one beside it
+                (tmp_path / "other" / step_name(900)).rename(tmp_path / step_name(900))
     assert sorted(p.name for p in tmp_path.glob("step-*")) == [step_name(3), step_name(900)]
 
 
