@@ -18,12 +18,21 @@ from ckpt_tools.core.coverage import check
 from ckpt_tools.engine.crc_watch import Comparison, compare_positions
 from ckpt_tools.errors import (
     CheckpointError,
+    IntegrityError,
     NotACheckpointError,
     StorageError,
     printable,
 )
 from ckpt_tools.formats import accelerate, gguf, npz, safetensors, torch_save
-from ckpt_tools.formats.base import ASIDE, Format, Request, TargetTensor, note_of, whole_tensor
+from ckpt_tools.formats.base import (
+    ASIDE,
+    MANIFEST,
+    Format,
+    Request,
+    TargetTensor,
+    note_of,
+    whole_tensor,
+)
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.deepspeed import zero as deepspeed
 from ckpt_tools.formats.external import external_formats
@@ -212,6 +221,14 @@ def detect_in(root: Store) -> tuple[Store, Format]:
     if here:
         _refuse_strays(root)
         return root, here
+    if sealed := [name for name in root.list_files() if note_of(name) == (MANIFEST, "")]:
+        raise IntegrityError(
+            f"a sealed checkpoint lacks the files that tell its format: {printable(root.url)}",
+            hint=(
+                f"restore the files that {printable(sealed[0])} lists; or remove it, to read what"
+                " is left without a seal"
+            ),
+        )
     found = _search(root)
     if len(found) == 1:
         _refuse_strays(found[0][0])

@@ -218,6 +218,7 @@ _DAMAGED_INDEX = (
     "if another tool has written here since the seal, remove ckpt.manifest.*.json and run ckpt"
     " seal. Else a bit has flipped: try again, take another copy, or save the rest: ckpt salvage"
 )
+_READ_BYTES = 16 << 20
 _MAX_BYTES = 128 << 20  # JSON takes up to twenty times its length in memory
 
 
@@ -229,8 +230,8 @@ def names_in(store: Store, beside: str = "") -> list[str]:
 def find_manifest(store: Store, beside: str = "") -> Manifest | None:
     """Returns the manifest in a directory, or that of one file in it; None if there is none.
 
-    Of several in a directory, in an object store in which one attempt has just taken the place of
-    another, it is the one that knows the index; of several beside a file, none.
+    A crash may leave several, and so may an object store in which one attempt has just taken the
+    place of another. Then it is the one that knows the index, or whose checksum fits the file.
 
     Args:
         store: the directory.
@@ -241,16 +242,18 @@ def find_manifest(store: Store, beside: str = "") -> Manifest | None:
     """
     files, names = store.list_files(), names_in(store, beside)
     found = [read_manifest(store, name) for name in names]
-    if len(found) > 1 and beside:
-        return None
     if len(found) > 1:
-        found = [
-            m
-            for m in found
-            if m.index
-            and m.index[0] in files
-            and hex64(crc64nvme(read(store, m.index[0]))) == m.index[1].crc64nvme
-        ]
+        if beside:
+            crc = _crc_of(store, beside)
+            found = [m for m in found if beside in m.files and m.files[beside].crc64nvme == crc][:1]
+        else:
+            found = [
+                m
+                for m in found
+                if m.index
+                and m.index[0] in files
+                and hex64(crc64nvme(read(store, m.index[0]))) == m.index[1].crc64nvme
+            ]
         if len(found) != 1:
             raise FormatError(
                 f"{len(names)} manifests, of which {len(found)} fit: {printable(', '.join(names))}"
@@ -258,6 +261,15 @@ def find_manifest(store: Store, beside: str = "") -> Manifest | None:
                 hint="remove all but one that fits; or all of them, and then ckpt seal",
             )
     return found[0] if found else None
+
+
+def _crc_of(store: Store, name: str) -> str:
+    """Reads a whole file, and returns its CRC-64 as 16 hex digits."""
+    crc, nbytes = 0, store.size(name)
+    for start in range(0, nbytes, _READ_BYTES):
+        piece = read(store, name, start, min(_READ_BYTES, nbytes - start))
+        crc = crc64nvme(piece, crc)
+    return hex64(crc)
 
 
 def read_manifest(store: Store, name: str) -> Manifest:
