@@ -211,6 +211,7 @@ class _Work:
         }
         if self.manifest:
             files = {name: nbytes for name, nbytes in files.items() if not self._is_stale(name)}
+            files |= self._sealed_files(files)
         self.index = self._last_file(files)
         self.seal = next((name for name in files if note_of(name) == (MANIFEST, "")), "")
         self.single = target.url.rpartition("/")[2] if source.is_file else ""
@@ -224,15 +225,39 @@ class _Work:
         self.data = {
             name: nbytes for name, nbytes in files.items() if name not in (self.index, self.seal)
         }
-        self.crcs = (
-            {name: int(s.crc64nvme, 16) for name, s in self.manifest.files.items()}
-            if self.manifest
-            else {}
-        )
+        self.crcs = {name: int(s.crc64nvme, 16) for name, s in self._sealed().items()}
         if self.single and not self.crcs:
             self.crcs = dict(source.store.stored_crcs(files))
         self.missing = dict(self.data)
         self.is_within = False
+
+    def _sealed(self) -> dict[str, SealedFile]:
+        """Returns the sealed files, with the index."""
+        if self.manifest is None:
+            return {}
+        index = self.manifest.index
+        return {**self.manifest.files, **({index[0]: index[1]} if index else {})}
+
+    def _sealed_files(self, found: Mapping[str, int]) -> dict[str, int]:
+        """Returns the bytes of sealed files that a listing does not have, as they lie deeper.
+
+        Raises:
+            IntegrityError: a sealed file is missing.
+        """
+        deeper: dict[str, int] = {}
+        for name in self._sealed():
+            if name in found:
+                continue
+            try:
+                deeper[name] = self.source.store.size(name)
+            except StorageError as error:
+                if not error.is_missing:
+                    raise
+                raise IntegrityError(
+                    f"a sealed file is missing: {printable(name)} ({printable(self.source.path)})",
+                    hint="restore it, take another checkpoint, or save the rest: ckpt salvage",
+                ) from error
+        return deeper
 
     def _last_file(self, files: Mapping[str, int]) -> str:
         """Returns the file to write last; "" for none.
@@ -275,6 +300,7 @@ class _Work:
             if self.source.is_file
             else sorted(f"{a}/{b}/" for a in store.folders() for b in store.enter(a).folders())
         )
+        left = [folder for folder in left if not any(f.startswith(folder) for f in self.files)]
         links = [] if self.source.is_file else sorted(store.strays())
         notes = (
             [f"folders two levels down stay behind: {printable(', '.join(left[:5]))}"]
