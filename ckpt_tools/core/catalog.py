@@ -10,7 +10,7 @@ import difflib
 import fnmatch
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
@@ -426,9 +426,8 @@ def find_model(catalog: Catalog) -> tuple[str, ...]:
     `lm_head.`. It then counts only if nothing else lies beside it.
     """
     optimizers = find_optimizers(catalog)
-    paths = [
-        path for fqn in catalog.tensors if not _is_below(path := key_path(catalog, fqn), optimizers)
-    ]
+    is_below = _below(optimizers)
+    paths = [path for fqn in catalog.tensors if not is_below(path := key_path(catalog, fqn))]
     prefix: tuple[str, ...] = ()
     for depth in range(3):
         level = [p for p in paths if p[:depth] == prefix and len(p) > depth]
@@ -453,8 +452,10 @@ def find_model(catalog: Catalog) -> tuple[str, ...]:
     return ()
 
 
-def _is_below(path: tuple[str, ...], prefixes: Container[tuple[str, ...]]) -> bool:
-    return any(path[:depth] in prefixes for depth in range(1, len(path)))
+def _below(prefixes: Collection[tuple[str, ...]]) -> Callable[[tuple[str, ...]], bool]:
+    """Returns a test whether a path lies below one of these."""
+    depths = sorted({len(prefix) for prefix in prefixes})
+    return lambda path: any(path[:depth] in prefixes for depth in depths if depth < len(path))
 
 
 def _below_its_file(
@@ -485,7 +486,7 @@ def model_only(catalog: Catalog, key: str | None = None) -> tuple[Catalog, tuple
     Raises:
         PlanError: no tensor is below that key.
     """
-    prefix, optimizers = find_model(catalog), find_optimizers(catalog)
+    prefix, is_below = find_model(catalog), _below(find_optimizers(catalog))
     if key is not None:
         prefix = tuple(key.split("."))
         if not any(key_path(catalog, fqn)[: len(prefix)] == prefix for fqn in catalog.tensors):
@@ -500,7 +501,7 @@ def model_only(catalog: Catalog, key: str | None = None) -> tuple[Catalog, tuple
         return (
             path[: len(prefix)] == prefix
             if prefix
-            else not (is_other_state(path[0]) or _is_below(path, optimizers))
+            else not (is_other_state(path[0]) or is_below(path))
         )
 
     kept = replace(keep(catalog, is_model), objects={})
