@@ -35,13 +35,16 @@ _LOOSE = re.compile(  # a part of a query without its URL
 _BARE = re.compile(r"(?i)(x-(?:amz|goog)-[\w-]+(?:=|%3d))[^&;\s'\")%]+")
 
 
+_SPACED = re.compile(r"(?<=://)[^\s/@:]+:[^/\n@]{1,100}@")  # a password with spaces
+
+
 def redacted(text: str) -> str:
     """Returns the text without the secrets of URLs.
 
     User names, passwords, fragments, and all values of a query are replaced by `***`.
     """
     if "://" in text:
-        text = _USER.sub("***@", text)
+        text = _SPACED.sub("***@", _USER.sub("***@", text))
         text = _QUERY.sub(lambda found: found[1] + _VALUE.sub("=***", found[2]), text)
         text = _FRAGMENT.sub(r"\1***", text)
     return _BARE.sub(r"\1***", _LOOSE.sub(r"\1***", text))

@@ -65,6 +65,7 @@ def test_logs_have_no_secrets(caplog: pytest.LogCaptureFixture) -> None:
         "http://user:5ecr/et1@host/x",
         "http://user:a@5ecret1@host/x",
         "http://user:5ecret1@host/x",
+        "http://user:5e cret 5ecret1@host/x",
         "https://host/x?private_token=5ecret1",
         "https://host/x?X%2DAmz%2DSignature=5ecret1",
         "https://host/x?a=1;sig=5ecret1",
