@@ -3,9 +3,9 @@
 It runs no code from checkpoints.
 
 >>> import ckpt_tools
->>> ckpt_tools.inspect("run/step-500").world_size
->>> ckpt_tools.merge("run/step-500", "model.safetensors", dtype="bf16")
->>> ckpt_tools.reshard("run/step-500", "run4/step-500", to_ranks=4)
+>>> ckpt_tools.inspect("run/step-00000500").world_size
+>>> ckpt_tools.merge("run/step-00000500", "model.safetensors", dtype="bf16")
+>>> ckpt_tools.reshard("run/step-00000500", "run4/step-00000500", to_ranks=4)
 """
 
 from importlib import import_module

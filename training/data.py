@@ -307,17 +307,17 @@ class Sampler:
         if self.may_change and state["size"] != self.size and state["seed"] == self.seed:
             self.epoch, self.index = state["epoch"] + 1, 0
             return
-        for key, mine in (("size", self.size), ("seed", self.seed)):
-            if state[key] != mine:
-                what = (
-                    "sequences in the data (data.train or data.seq_len was changed)"
-                    if key == "size"
-                    else "run.seed"
-                )
-                raise ConfigError(
-                    f"cannot continue in the order of the checkpoint: it had {state[key]:,}, now"
-                    f" {mine:,} {what}"
-                )
+        where = "set it back, or train in another run.dir"
+        if state["size"] != self.size:
+            raise ConfigError(
+                f"the data has {self.size:,} sequences, and the checkpoint was trained on"
+                f" {state['size']:,}: data.train or data.seq_len was changed; {where}"
+            )
+        if state["seed"] != self.seed:
+            raise ConfigError(
+                f"run.seed = {self.seed:,}, and the checkpoint has the order of run.seed ="
+                f" {state['seed']:,}: {where}"
+            )
         self.epoch, self.index = state["epoch"], state["index"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -22,9 +22,6 @@ from ckpt_tools.cli.options import (
     parse_storage_options,
     reading_options,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 def inspect(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -33,9 +33,6 @@ from ckpt_tools.cli.options import (
     parse_storage_options,
     report_transfer,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 def merge(

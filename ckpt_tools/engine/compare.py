@@ -108,14 +108,14 @@ class CompareSink:
         self._lock = threading.Lock()
         self.tallies: dict[str, Tally] = {}
 
-    def pair(self, steps: Iterable[Batch]) -> Iterator[Batch]:
+    def pair(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yields the batches unchanged, and plans the matching reads of the other checkpoint."""
-        for step in steps:
-            tiles = [self._other(tile) for tile in step.tiles]
+        for batch in batches:
+            tiles = [self._other(tile) for tile in batch.tiles]
             self._store.will_read((r.file, r.start, r.nbytes) for t in tiles for r in t.reads)
             with self._lock:
-                self._waiting[id(step)] = tiles
-            yield step
+                self._waiting[id(batch)] = tiles
+            yield batch
         self._store.will_read((), is_all=True)
 
     def _other(self, tile: Tile) -> Tile:
@@ -128,10 +128,10 @@ class CompareSink:
         del tile
         return None
 
-    def take(self, step: Batch, tiles: list[Bytes], scratch: Bytes) -> None:
+    def take(self, batch: Batch, tiles: list[Bytes], scratch: Bytes) -> None:
         del scratch
         with self._lock:
-            others = self._waiting.pop(id(step))
+            others = self._waiting.pop(id(batch))
         reader = getattr(self._readers, "reader", None)
         if reader is None:
             reader = self._readers.reader = Reader(self._store)
@@ -140,7 +140,7 @@ class CompareSink:
         sizes = [t.src_nbytes for t in others]
         buffers = split_buffer(reader.room("tiles", sum(sizes)), sizes)
         reader.fill(list(zip(others, buffers, strict=True)))
-        for tile, mine, other, data in zip(step.tiles, tiles, others, buffers, strict=True):
+        for tile, mine, other, data in zip(batch.tiles, tiles, others, buffers, strict=True):
             found = self._compare(tile, mine, other.tensor.src_dtype, data)
             with self._lock:
                 self.tallies.setdefault(tile.tensor.fqn, Tally()).add(found)

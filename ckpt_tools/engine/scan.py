@@ -85,9 +85,9 @@ class ScanSink:
         del tile
         return None
 
-    def take(self, step: Batch, tiles: list[Bytes], scratch: Bytes) -> None:
+    def take(self, batch: Batch, tiles: list[Bytes], scratch: Bytes) -> None:
         del scratch
-        for tile, data in zip(step.tiles, tiles, strict=True):
+        for tile, data in zip(batch.tiles, tiles, strict=True):
             nans, infs = count_special(data, tile.tensor.dst_dtype)
             first = data[: tile.tensor.dst_dtype.itemsize].tobytes()
             found = _Seen(nans, infs, first, _is_constant(data, len(first)))

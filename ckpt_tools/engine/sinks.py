@@ -66,8 +66,8 @@ class Sink(Protocol):
         """
         ...
 
-    def take(self, step: Batch, tiles: list[Bytes], scratch: Bytes) -> SinkState | None:
-        """Takes a batch: `tiles[i]` holds the values of `step.tiles[i]`.
+    def take(self, batch: Batch, tiles: list[Bytes], scratch: Bytes) -> SinkState | None:
+        """Takes a batch: `tiles[i]` holds the values of `batch.tiles[i]`.
 
         `scratch` has space for the largest of them. Returns the pieces of files that were written;
         None if there are none.
@@ -99,11 +99,11 @@ class HashSink:
         del tile
         return None
 
-    def take(self, step: Batch, tiles: list[Bytes], scratch: Bytes) -> None:
+    def take(self, batch: Batch, tiles: list[Bytes], scratch: Bytes) -> None:
         del scratch
         for checksum, known in zip(self._checksums, self.found, strict=True):
             found = Fingerprints(known.joined)
-            for tile, data in zip(step.tiles, tiles, strict=True):
+            for tile, data in zip(batch.tiles, tiles, strict=True):
                 found.add(tile, checksum(data.data), data)
             with self._lock:
                 known.absorb(found.noted)
@@ -122,8 +122,8 @@ class FillSink:
         write = tile.writes[0]
         return np.frombuffer(self._memory.view(write.file, write.start, write.nbytes), np.uint8)
 
-    def take(self, step: Batch, tiles: list[Bytes], scratch: Bytes) -> None:
-        for tile, data in zip(step.tiles, tiles, strict=True):
+    def take(self, batch: Batch, tiles: list[Bytes], scratch: Bytes) -> None:
+        for tile, data in zip(batch.tiles, tiles, strict=True):
             if self._note is not None:
                 self._note(tile, data)
             for write in tile.writes:
@@ -202,11 +202,11 @@ class WriteSink:
         del tile
         return None
 
-    def take(self, step: Batch, tiles: list[Bytes], scratch: Bytes) -> SinkState:
+    def take(self, batch: Batch, tiles: list[Bytes], scratch: Bytes) -> SinkState:
         noted: list[tuple[str, HashedRange]] = []
         prints = Fingerprints()
         measured: list[tuple[str, Moments]] = []
-        for tile, data in zip(step.tiles, tiles, strict=True):
+        for tile, data in zip(batch.tiles, tiles, strict=True):
             crc = crc64nvme(data.data)
             if not tile.tensor.is_object:
                 prints.add(tile, crc, data)

@@ -282,11 +282,11 @@ class StatisticsSink:
         del tile
         return None
 
-    def take(self, step: Batch, tiles: list[Bytes], scratch: Bytes) -> None:
+    def take(self, batch: Batch, tiles: list[Bytes], scratch: Bytes) -> None:
         del scratch
         prints = Fingerprints()
         found = []
-        for tile, data in zip(step.tiles, tiles, strict=True):
+        for tile, data in zip(batch.tiles, tiles, strict=True):
             prints.add(tile, crc64nvme(data.data), data)
             if len(data):
                 found.append(

@@ -18,7 +18,7 @@ def check_step(step: int) -> int:
     try:
         number = operator.index(step)
     except TypeError:
-        raise TypeError(f"step: expected an integer, got {step!r}") from None
+        raise TypeError(f"step: expected an integer, got a {type(step).__name__}") from None
     if isinstance(step, bool) or not 0 <= number < _MAX_STEP:
         raise ValueError(f"step: expected an integer from 0 on, below 10**18, got {step!r}")
     return number

@@ -89,8 +89,8 @@ def fill(
     try:
         for number, batch in enumerate(_batches(source.catalog, shards)):
             with stages[number % 2].fill([shard.tensor for shard in batch]) as views:
-                reading = Reading(source, jobs, memory_bytes, report, proof, names)
-                reading.fill(batch, views)
+                reader = ShardReader(source, jobs, memory_bytes, report, proof, names)
+                reader.fill(batch, views)
     finally:
         for stage in stages:
             stage.settle()
@@ -119,7 +119,7 @@ def _batches(catalog: Catalog, shards: Sequence[Shard]) -> list[list[Shard]]:
     return batches
 
 
-class Reading(NamedTuple):
+class ShardReader(NamedTuple):
     """How shards are read; see `fill`."""
 
     source: Source

@@ -5,9 +5,11 @@ Imports torch.
 
 from __future__ import annotations
 
+import difflib
+import operator
 import os
 from collections.abc import Iterator, Mapping
-from types import TracebackType
+from types import EllipsisType, TracebackType
 from typing import Any
 
 import numpy.typing as npt
@@ -25,6 +27,8 @@ from ckpt_tools.loop.shards import Shard, as_bytes
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.manifest import Manifest, open_sealed
 from ckpt_tools.storage import read
+
+Key = int | slice | EllipsisType
 
 _JOBS = 4
 _MAX_FILE_BYTES = 64 << 20
@@ -50,17 +54,18 @@ class StoredTensor:
     def __repr__(self) -> str:
         return f"StoredTensor({printable(self.name)!r}, {self.dtype}, {list(self.shape)})"
 
-    def __getitem__(self, key: int | slice | tuple[int | slice, ...]) -> torch.Tensor:
+    def __getitem__(self, key: Key | tuple[Key, ...]) -> torch.Tensor:
         """Reads a part of the tensor: only the bytes that it needs.
 
         Args:
-            key: for each leading dim an index or a slice of step 1.
+            key: for each leading dim an index or a slice of step 1; `...` stands for whole dims.
 
         Raises:
             IndexError: it does not fit the shape.
+            TypeError: it is of another kind, such as a mask.
             IntegrityError: a chunk that was read in full is damaged.
         """
-        keys = key if isinstance(key, tuple) else (key,)
+        keys = _without_ellipsis(key if isinstance(key, tuple) else (key,), len(self.shape))
         if len(keys) > len(self.shape):
             raise IndexError(f"{len(keys)} indices for a tensor of {len(self.shape)} dims")
         keys = (*keys, *(slice(None) for _ in self.shape[len(keys) :]))
@@ -78,6 +83,11 @@ class StoredTensor:
         value = self._reader._read(self._entry, whole(self.shape))
         self._reader._prove(self._entry, value)
         return value
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        """Reads the whole tensor for NumPy's functions."""
+        del copy  # it is always a new one
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
     def numpy(self) -> npt.NDArray[Any]:
         """Reads the whole tensor as an array.
@@ -114,7 +124,25 @@ class Checkpoint(Mapping[str, StoredTensor]):
         return f"Checkpoint({printable(self.path)!r}, {self.format}, {len(self)} tensors)"
 
     def __getitem__(self, name: str) -> StoredTensor:
-        return StoredTensor(self, self._source.catalog.tensors[name])
+        """Returns a tensor; nothing is read yet.
+
+        Raises:
+            KeyError: there is no tensor of that name; the message has the nearest names.
+        """
+        if (entry := self._source.catalog.tensors.get(name)) is None:
+            raise KeyError(self._no_such(str(name)))
+        return StoredTensor(self, entry)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._source.catalog.tensors
+
+    def _no_such(self, name: str) -> str:
+        if name in self._source.catalog.objects:
+            return f"{printable(name)} is an object, no tensor: ckpt_tools.load reads it"
+        names = list(self._source.catalog.tensors)
+        near = difflib.get_close_matches(name, names[:2000], 3, 0.5) or names[:3]
+        shown = ", ".join(map(printable, near)) or "none"
+        return f"{printable(name)} is not in {printable(self.path)}; the nearest names: {shown}"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._source.catalog.tensors)
@@ -198,6 +226,26 @@ def open_checkpoint(
         CatalogError: it has holes, overlaps, or files that are missing or short.
     """
     return Checkpoint(*open_sealed(path, storage_options))
+
+
+def _without_ellipsis(keys: tuple[Key, ...], num_dims: int) -> tuple[int | slice, ...]:
+    """Returns the indices with whole dims in the place of `...`.
+
+    Raises:
+        TypeError: one is neither an integer nor a slice.
+    """
+    found: list[int | slice] = []
+    for key in keys:
+        if isinstance(key, EllipsisType):
+            found += [slice(None)] * (num_dims - len(keys) + 1)
+        elif isinstance(key, slice) or (hasattr(key, "__index__") and not isinstance(key, bool)):
+            found.append(key if isinstance(key, slice) else operator.index(key))
+        else:
+            raise TypeError(
+                f"a {type(key).__name__} is no index or slice: read the tensor with .torch() or"
+                " .numpy() first"
+            )
+    return tuple(found)
 
 
 def _range(key: int | slice, size: int) -> range:

@@ -58,12 +58,12 @@ class _RoundSink(FillSink):
         self._wait(tile)
         return super().room(tile)
 
-    def take(self, step: Batch, tiles: list[Bytes], scratch: Bytes) -> None:
-        for tile in step.tiles:
+    def take(self, batch: Batch, tiles: list[Bytes], scratch: Bytes) -> None:
+        for tile in batch.tiles:
             self._wait(tile)
-        super().take(step, tiles, scratch)
+        super().take(batch, tiles, scratch)
         with self._changed:
-            for write in (w for t in step.tiles for w in t.writes):
+            for write in (w for t in batch.tiles for w in t.writes):
                 self._left[int(write.file)] -= write.nbytes
             self._changed.notify_all()
 
@@ -182,13 +182,13 @@ class _Reading:
         self.sink = _RoundSink([sum(piece.nbytes for piece in pieces) for pieces in mine], note)
         self.is_spoiled = False
         tiles = tile_bytes(memory_bytes, jobs)
-        steps = chain.from_iterable(
+        batches = chain.from_iterable(
             schedule(_plan(pieces, str(number)), self._assumed, *tiles)
             for number, pieces in enumerate(mine)
         )
         self._thread = ThreadPoolExecutor(1, "ckpt-together")
         self._future = self._thread.submit(
-            run_batches, steps, source.store, self.sink, jobs, crc_watch=self._crc_watch
+            run_batches, batches, source.store, self.sink, jobs, crc_watch=self._crc_watch
         )
 
     def get(self, number: int) -> Bytes:

@@ -510,9 +510,9 @@ class _Work:
         sink, crc_watch = division.sink(staged), RecordCrcWatch(self._records())
         try:
             open_files(sink, group)
-            steps = batches_for(division.plan, {}, tiles, staged.writable, division.share)
+            batches = batches_for(division.plan, {}, tiles, staged.writable, division.share)
             with group.phase("copy"):
-                run_batches(steps, self.source.store, sink, jobs, advance, crc_watch=crc_watch)
+                run_batches(batches, self.source.store, sink, jobs, advance, crc_watch=crc_watch)
             told = collect(sink, group, crc_watch.hand_over({}))
             with group.phase("prove"):
                 for parts in told:

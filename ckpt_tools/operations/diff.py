@@ -302,9 +302,9 @@ def _compare(
             sink = CompareSink(
                 b.store, plan_values(theirs), b.format.locate(b.store, theirs), atol, rtol, is_full
             )
-            steps = schedule(plan, a.format.locate(a.store, mine), *tiles, share)
+            batches = schedule(plan, a.format.locate(a.store, mine), *tiles, share)
             run_batches(
-                sink.pair(steps), a.store, sink, jobs, lambda nbytes: advance(nbytes * group.size)
+                sink.pair(batches), a.store, sink, jobs, lambda nbytes: advance(nbytes * group.size)
             )
         return join_tallies(group.all_gather(sink.tallies, "gather differences"))
 

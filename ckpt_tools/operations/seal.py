@@ -71,7 +71,8 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
     folder, file = folder_of(work.store)
     if work.manifest is not None:
         raise PlanError(
-            f"it has a manifest: {printable(work.store.url)}", hint="ckpt verify compares with it"
+            f"it already has a manifest: {printable(work.store.url)}",
+            hint="ckpt verify compares with it",
         )
     _refuse(work.structure())
     assert work.catalog is not None

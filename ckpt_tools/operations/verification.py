@@ -512,8 +512,8 @@ class Verification:
         taken = {t.fqn for t in in_share(plan, share)}
         with self._bar("scan", sum(t.nbytes for t in tensors)) as advance, group.phase("scan"):
             located = self.format.locate(self.store, [t for t in tensors if t.fqn in taken])
-            steps = schedule(plan, located, *tile_bytes(self._memory, self._jobs), share)
-            run_batches(steps, self.store, sink, self._jobs, self._scaled(advance))
+            batches = schedule(plan, located, *tile_bytes(self._memory, self._jobs), share)
+            run_batches(batches, self.store, sink, self._jobs, self._scaled(advance))
         sink.share(group)
         return sink.findings(tensors)
 

@@ -240,41 +240,41 @@ def _lines(path: Path) -> Iterator[object]:
 class FinishedTiles:
     """What earlier tries have finished, as far as the bytes are still there."""
 
-    def __init__(self, steps: Sequence[BatchResult]) -> None:
-        self._steps = steps
+    def __init__(self, batches: Sequence[BatchResult]) -> None:
+        self._batches = batches
         self._written: dict[str, dict[tuple[int, int], HashedRange]] = {}
-        for step in steps:
-            for name, pieces in step.wrote.files.items() if step.wrote else ():
+        for batch in batches:
+            for name, pieces in batch.wrote.files.items() if batch.wrote else ():
                 self._written.setdefault(name, {}).update({(p.start, p.nbytes): p for p in pieces})
         self.nbytes = sum(p.nbytes for pieces in self._written.values() for p in pieces.values())
 
-    def without(self, steps: Iterable[Batch], skipped: Callable[[int], None]) -> Iterator[Batch]:
+    def without(self, batches: Iterable[Batch], skipped: Callable[[int], None]) -> Iterator[Batch]:
         """Yields the unfinished batches, and reports the bytes of the finished ones."""
         none: dict[tuple[int, int], HashedRange] = {}
         if not self._written:
-            yield from steps
-        for step in steps:
+            yield from batches
+        for batch in batches:
             left = tuple(
                 t
-                for t in step.tiles
+                for t in batch.tiles
                 if not t.writes
                 or any((w.start, w.nbytes) not in self._written.get(w.file, none) for w in t.writes)
             )
-            if len(left) < len(step.tiles):
-                skipped(sum(t.dst_nbytes for t in step.tiles) - sum(t.dst_nbytes for t in left))
+            if len(left) < len(batch.tiles):
+                skipped(sum(t.dst_nbytes for t in batch.tiles) - sum(t.dst_nbytes for t in left))
             if left:
-                yield step if len(left) == len(step.tiles) else Batch(left)
+                yield batch if len(left) == len(batch.tiles) else Batch(left)
 
     def tell(self, sink: WriteSink | None, crc_watch: CrcWatch, overflowed: dict[str, int]) -> None:
         """Passes the notes on: to a sink, if this process completes the files, and to the CRC
         watch.
         """
-        for step in self._steps:
-            for piece in step.seen:
+        for batch in self._batches:
+            for piece in batch.seen:
                 crc_watch.take(*piece)
-            if sink is not None and step.wrote is not None:
-                sink.fingerprints.absorb(step.wrote.prints)
-                for fqn, count in step.overflowed.items():
+            if sink is not None and batch.wrote is not None:
+                sink.fingerprints.absorb(batch.wrote.prints)
+                for fqn, count in batch.overflowed.items():
                     overflowed[fqn] = overflowed.get(fqn, 0) + count
         if sink is not None:
             sink.absorb(
@@ -286,8 +286,8 @@ class FinishedTiles:
 
 
 def read_journals(folder: Path, work: str) -> list[BatchResult]:
-    """Returns the steps that the journals of a staging directory tell of."""
-    steps: list[BatchResult] = []
+    """Returns the batches that the journals of a staging directory tell of."""
+    batches: list[BatchResult] = []
     for path in sorted(folder.glob(GLOB)):
         lines = _lines(path)
         head = next(lines, None)
@@ -295,8 +295,8 @@ def read_journals(folder: Path, work: str) -> list[BatchResult]:
             for line in lines:
                 # not one of ours
                 with suppress(KeyError, TypeError, ValueError, OverflowError, AttributeError):
-                    steps.append(_step(line))
-    return steps
+                    batches.append(_step(line))
+    return batches
 
 
 def _step(line: Any) -> BatchResult:
@@ -330,16 +330,17 @@ def _size(store: Store, file: str) -> int:
 
 
 def prove_tiles(
-    steps: Sequence[BatchResult], store: Store, tiles: tuple[int, int], jobs: int, group: Group
+    batches: Sequence[BatchResult], store: Store, tiles: tuple[int, int], jobs: int, group: Group
 ) -> FinishedTiles:
-    """Reads again what steps have written, a share by each member of a group, and returns those of
-    which every byte is there.
+    """Reads again what batches have written, a share by each member of a group.
+
+    Returns the batches of which every byte is there.
     """
     pieces = [
         (n, file, p)
-        for n, step in enumerate(steps)
-        if step.wrote
-        for file, ps in step.wrote.files.items()
+        for n, batch in enumerate(batches)
+        if batch.wrote
+        for file, ps in batch.wrote.files.items()
         for p in ps
     ]
     sizes = {file: _size(store, file) for file in {file for _, file, _ in pieces}}
@@ -351,4 +352,4 @@ def prove_tiles(
         run_shared(plan_objects(extents), {}, tiles, store, sink, jobs, None, group)
         found = sink.fingerprints.join()
         wrong |= {n for i, (n, _, p) in enumerate(batch) if found.get(str(i)) != p.crc64}
-    return FinishedTiles([step for n, step in enumerate(steps) if n not in wrong])
+    return FinishedTiles([batch for n, batch in enumerate(batches) if n not in wrong])

@@ -229,3 +229,21 @@ def test_a_read_allocates_no_more_than_its_file_has(nbytes: int, tmp_path: Path)
         file.truncate(1 << 40)
     with pytest.raises(FormatError, match="too long"):
         read(store, "sparse")
+
+
+def test_an_opened_tensor_is_an_array_and_says_what_it_takes(tmp_path: Path) -> None:
+    value = torch.arange(12.0).reshape(3, 4)
+    ckpt_tools.save(tmp_path / "p", {"model": {"w": value, "s": torch.tensor(2.0)}, "n": 3})
+    with ckpt_tools.open(tmp_path / "p") as checkpoint:
+        tensor = checkpoint["model.w"]
+        assert np.array_equal(np.asarray(tensor), value.numpy())
+        assert torch.equal(tensor[...], value) and torch.equal(tensor[..., 1], value[..., 1])
+        assert torch.equal(tensor[1, ...], value[1]) and checkpoint["model.s"][...] == 2.0
+        for wrong in (None, [0, 1], True):
+            with pytest.raises(TypeError, match=r"is no index or slice: .* \.torch\(\)"):
+                tensor[wrong]
+        assert "model.w" in checkpoint and "model.q" not in checkpoint
+        with pytest.raises(KeyError, match=r"model\.q is not in .* nearest names: model\.w"):
+            checkpoint["model.q"]
+        with pytest.raises(KeyError, match="n is an object"):
+            checkpoint["n"]

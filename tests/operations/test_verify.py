@@ -301,7 +301,7 @@ def test_a_stock_checkpoint_is_sealed_and_compared_from_then_on(tmp_path: Path) 
         "ckpt.manifest."
     )
     assert ckpt_tools.verify(path).is_sealed and loads_as_saved(path)
-    with pytest.raises(PlanError, match="it has a manifest"):
+    with pytest.raises(PlanError, match="it already has a manifest"):
         ckpt_tools.seal(path)
     ckpt_tools.reshard(path, tmp_path / "two", to_ranks=2)
     assert ckpt_tools.diff(path, tmp_path / "two").num_by_fingerprint == 4
@@ -393,7 +393,7 @@ def test_shards_around_one_that_cannot_be_read_are_salvaged(
     with (
         pytest.raises(IntegrityError, match="is not sealed")
         if not is_sealed
-        else pytest.raises(PlanError, match="it has a manifest")
+        else pytest.raises(PlanError, match="it already has a manifest")
     ):
         ckpt_tools.seal(tmp_path / "c")
 
