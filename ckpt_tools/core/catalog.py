@@ -144,12 +144,16 @@ def files_of(entry: TensorEntry) -> set[str]:
 class BytesEntry:
     """One object that is not a tensor: copied whole and never unpickled.
 
-    `replicas` must hold the same bytes.
+    Attributes:
+        fqn, extent: its name, and its bytes.
+        replicas: must hold the same bytes.
+        crc64: the sealed CRC-64 of its bytes; None if there is none.
     """
 
     fqn: str
     extent: Extent
     replicas: tuple[Extent, ...] = ()
+    crc64: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,10 +208,9 @@ class WriteSink:
         measured: list[tuple[str, Moments]] = []
         for tile, data in zip(batch.tiles, tiles, strict=True):
             crc = crc64nvme(data.data)
-            if not tile.tensor.is_object:
-                prints.add(tile, crc, data)
-                if self._measures and len(data):
-                    measured.append((tile.tensor.fqn, self._measure(tile, data)))
+            prints.add(tile, crc, data)
+            if self._measures and len(data) and not tile.tensor.is_object:
+                measured.append((tile.tensor.fqn, self._measure(tile, data)))
             for write in tile.writes:
                 is_all = write.nbytes == tile.dst_nbytes
                 values = data if is_all else _cut_out(tile, data, write, scratch)

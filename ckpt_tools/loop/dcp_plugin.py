@@ -59,6 +59,7 @@ from ckpt_tools.loop.staging import Stage
 from ckpt_tools.loop.write import (
     NOTHING,
     RankFile,
+    SavedObject,
     ShardInfo,
     commit,
     describe,
@@ -68,8 +69,7 @@ from ckpt_tools.loop.write import (
 from ckpt_tools.publish.base import Attempt as Staged
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.destinations import open_destination
-from ckpt_tools.publish.manifest import SealedTensor, open_sealed
-from ckpt_tools.storage import read
+from ckpt_tools.publish.manifest import SealedTensor, open_sealed, read_object
 
 _VERSION = "1.0.0"
 _TRUST = "save plain values and tensors, or pass trust_pickle=True to the writer and to the reader"
@@ -210,7 +210,7 @@ class StorageWriter(storage.StorageWriter):
             (item, place.start, place.nbytes, shares.pop(piece.fqn, 0))
             for item, piece, place in zip(tensors, pieces, file.places, strict=True)
         ]
-        told += [(item, *at, 0) for item, at in zip(objects, part.objects, strict=True)]
+        told += [(item, *saved) for item, saved in zip(objects, part.objects, strict=True)]
         alone = part._replace(objects=(), shares={})
         done: Future[list[WriteResult]] = Future()
         done.set_result(
@@ -253,10 +253,15 @@ class StorageWriter(storage.StorageWriter):
             for fqn, m in metadata.state_dict_metadata.items()
             if isinstance(m, TensorStorageMetadata)
         }
+        objects = {
+            index.fqn: SavedObject(info.offset, info.length, prints[index.fqn])
+            for index, info in metadata.storage_data.items()
+            if index.fqn not in tensors
+        }
         try:
-            index = pickle.dumps(metadata, protocol=4)
-            manifest = describe(self._target(), self._staged, index, parts, tensors)
-            commit(self._staged, manifest, index)
+            data = pickle.dumps(metadata, protocol=4)
+            manifest = describe(self._target(), self._staged, data, parts, tensors, objects)
+            commit(self._staged, manifest, data)
         finally:
             self._close()
 
@@ -373,8 +378,8 @@ class StorageReader(storage.StorageReader):
         shards = []
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                extent = self.source.catalog.objects[item.storage_index.fqn].extent
-                data = read(self.source.store, extent.file, extent.start, extent.nbytes)
+                stored = self.source.catalog.objects[item.storage_index.fqn]
+                data = read_object(self.source.store, stored)
                 # the planner unpickles its input, so it gets an archive of ours
                 if not self.trust_pickle:
                     data = _archive(unpack(data, item.storage_index.fqn, False))

@@ -58,9 +58,8 @@ from ckpt_tools.loop.state_dict import (
     name_of_rank,
 )
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.publish.manifest import Manifest, open_sealed
+from ckpt_tools.publish.manifest import Manifest, open_sealed, read_object
 from ckpt_tools.ranks.gloo import GlooGroup
-from ckpt_tools.storage import read
 from ckpt_tools.storage.prefetch import GAP_BYTES
 
 
@@ -438,8 +437,7 @@ def _read_object(
     source: Source, name: str, trust_pickle: bool, tensors: Mapping[str, Any] | None = None
 ) -> Any:
     """Reads an object. `tensors` has the tensors that it may refer to, by stored name."""
-    extent = source.catalog.objects[name].extent
-    data = read(source.store, extent.file, extent.start, extent.nbytes)
+    data = read_object(source.store, source.catalog.objects[name])
     return unpack(
         data,
         name,
@@ -451,8 +449,7 @@ def _read_object(
 def _check_alike(source: Source, found: Match) -> None:
     """Checks that the parameters of one group were saved with the same options."""
     for ours, names in found.alike.items():
-        extents = [source.catalog.objects[n].extent for n in names]
-        first, *others = (read(source.store, e.file, e.start, e.nbytes) for e in extents)
+        first, *others = (read_object(source.store, source.catalog.objects[n]) for n in names)
         different = [n for n, data in zip(names[1:], others, strict=True) if data != first]
         if different:
             raise PlanError(

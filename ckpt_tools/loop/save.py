@@ -445,19 +445,24 @@ def write(
         with group.phase(f"commit {what}"):
             if group.rank == 0:
                 assert layout.head is not None
-                places = {
-                    fqn: ItemLocation(dcp.data_file_name(rank), *at)
+                saved = {
+                    fqn: (rank, item)
                     for rank, (names, found) in enumerate(
                         zip(layout.head.objects, parts, strict=True)
                     )
-                    for fqn, at in zip(names, found.objects, strict=True)
+                    for fqn, item in zip(names, found.objects, strict=True)
+                }
+                places = {
+                    fqn: ItemLocation(dcp.data_file_name(rank), item.start, item.nbytes)
+                    for fqn, (rank, item) in saved.items()
                 }
                 index = layout.head.template.render(
                     places, attempt, lambda file: target.name(file, attempt)
                 )
                 before_commit()
                 tensors = _seal(layout.head, prints, parts)
-                manifest = describe(target, staged, index, parts, tensors)
+                sealed = {fqn: item for fqn, (_, item) in saved.items()}
+                manifest = describe(target, staged, index, parts, tensors, sealed)
                 manifest = replace(
                     manifest,
                     step=step,

@@ -54,13 +54,21 @@ class FilePlan(NamedTuple):
     places: tuple[ItemLocation, ...]
 
 
+class SavedObject(NamedTuple):
+    """An object in a rank's file: its start, its bytes, and its CRC-64."""
+
+    start: int
+    nbytes: int
+    crc64: int
+
+
 class RankFile(NamedTuple):
     """The description of a rank's written file.
 
     Attributes:
         nbytes, crc64: of the file.
         ranges: (start, bytes, CRC-64, CRC-32) of the cells of long shards.
-        objects: (start, bytes) of each object.
+        objects: the place and the checksum of each object.
         shares: the rank's share of each tensor's fingerprint. The commit does not need it.
         moments: the statistics of the rank's part of each tensor; empty if they are not wanted.
         seconds: of writing, and of making the bytes durable.
@@ -69,7 +77,7 @@ class RankFile(NamedTuple):
     nbytes: int
     crc64: int
     ranges: tuple[tuple[int, int, int, int], ...]
-    objects: tuple[tuple[int, int], ...]
+    objects: tuple[SavedObject, ...]
     shares: Mapping[str, int]
     moments: Mapping[str, Moments] = {}
     seconds: Mapping[str, float] = {}
@@ -135,7 +143,7 @@ def write_part(
     (name, nbytes), *_ = plan.target.file_sizes.items()
     literals, places = list(plan.target.literals), []
     for data in objects:
-        places.append((nbytes, len(data)))
+        places.append(SavedObject(nbytes, len(data), crc64nvme(data)))
         literals.append(Literal(name, nbytes, data))
         nbytes += len(data)
     if not nbytes:
@@ -185,6 +193,7 @@ def describe(
     index: bytes,
     parts: Sequence[RankFile],
     tensors: Mapping[str, SealedTensor],
+    objects: Mapping[str, SavedObject],
 ) -> Manifest:
     """Checks every rank's file, and returns the manifest of the checkpoint.
 
@@ -194,6 +203,7 @@ def describe(
         index: the contents of `.metadata`.
         parts: the file of every rank.
         tensors: the sealed tensors, with known fingerprints.
+        objects: the objects of all ranks, by name.
 
     Raises:
         StorageError: a file is missing or differs from what its rank wrote.
@@ -225,6 +235,7 @@ def describe(
         files=files,
         index=(".metadata", SealedFile(len(index), hex64(crc64nvme(index)))),
         tensors=tensors,
+        objects={fqn: seal_file(o.nbytes, o.crc64, ()) for fqn, o in objects.items()},
     )
 
 

@@ -494,6 +494,7 @@ class _Work:
             files={self.single: SealedFile(nbytes, hex64(crcs[self.single]))},
             index=None,
             tensors=self.manifest.tensors if self.manifest else {},
+            objects=self.manifest.objects if self.manifest else {},
         )
         return Literal(file_name(attempt, self.single), 0, manifest.render()), None
 

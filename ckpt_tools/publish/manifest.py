@@ -10,11 +10,11 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import TORCH_ZIP, Catalog
+from ckpt_tools.core.catalog import TORCH_ZIP, BytesEntry, Catalog
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Plan
 from ckpt_tools.core.statistics import TensorStatistics, unpack_statistics
@@ -75,6 +75,7 @@ class Manifest:
     files: Mapping[str, SealedFile] = field(repr=False)
     index: tuple[str, SealedFile] | None
     tensors: Mapping[str, SealedTensor] = field(repr=False)
+    objects: Mapping[str, SealedFile] = field(default_factory=dict, repr=False)
     step: int | None = None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     timing: Mapping[str, float | None] = field(default_factory=dict)
@@ -115,12 +116,11 @@ class Manifest:
         body: dict[str, Any] = {"ckpt_manifest": VERSION, "checksum": CHECKSUM}
         body |= {f.name: getattr(self, f.name) for f in fields(self)}
         body["index"] = {"name": self.index[0], **_fields(self.index[1])} if self.index else None
-        for key in _TABLES:
+        for key in _OMITTED:
             if not body[key]:
                 del body[key]
         lines = [
-            f" {json.dumps(key)}:"
-            f" {_table(value) if key in ('files', 'tensors') else json.dumps(value)}"
+            f" {json.dumps(key)}: {_table(value) if key in _TABLES else json.dumps(value)}"
             for key, value in body.items()
         ]
         text = ("{\n" + ",\n".join(lines)).encode("ascii")
@@ -158,7 +158,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 _OPTIONAL = ("ranges", "statistics")  # absent rather than empty
 _KEYS = {"ranges": "runs"}  # in the text, if it differs from the field
-_TABLES = ("metrics", "timing")  # so are these
+_TABLES = ("files", "tensors", "objects")  # a line for each entry
+_OMITTED = ("metrics", "timing", "objects")  # absent rather than empty
 _HEX = re.compile(r"[0-9a-f]+")
 _ATTEMPT = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _OWN = re.compile(rb',\n "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
@@ -193,13 +194,14 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
             **{
                 f.name: body[f.name]
                 for f in fields(Manifest)
-                if f.name not in ("files", "index", "tensors", *_TABLES)
+                if f.name not in ("index", *_TABLES, *_OMITTED)
             },
             metrics=_numbers("metrics", body.get("metrics", {})),
             timing=_numbers("timing", body.get("timing", {})),
             files={str(name): _sealed(entry) for name, entry in body["files"].items()},
             index=None if index is None else (str(index["name"]), _sealed(index)),
             tensors={str(fqn): _sealed_tensor(entry) for fqn, entry in body["tensors"].items()},
+            objects={str(fqn): _sealed(entry) for fqn, entry in body.get("objects", {}).items()},
         )
     except (
         ValueError,
@@ -316,12 +318,51 @@ def open_sealed(
     def checked() -> tuple[Source, Manifest | None]:
         source = opened.pop() if opened else open_source(path, options, beside)
         try:
-            return source, of_source(source)
+            manifest = of_source(source)
+            return replace(source, catalog=with_sealed_objects(source.catalog, manifest)), manifest
         except BaseException:
             source.store.close()
             raise
 
     return read_again_if_wrong(opened[0].store, checked)
+
+
+def with_sealed_objects(catalog: Catalog, manifest: Manifest | None) -> Catalog:
+    """Returns the catalog, with the sealed checksums of its objects."""
+    sealed = manifest.objects if manifest is not None else {}
+    if not sealed:
+        return catalog
+    objects = {
+        fqn: replace(item, crc64=int(sealed[fqn].crc64nvme, 16)) if fqn in sealed else item
+        for fqn, item in catalog.objects.items()
+    }
+    return replace(catalog, objects=objects)
+
+
+def read_object(store: Store, item: BytesEntry) -> bytes:
+    """Reads an object, and compares it with its sealed checksum.
+
+    Raises:
+        IntegrityError: it is not what was sealed.
+    """
+    extent = item.extent
+    data = read(store, extent.file, extent.start, extent.nbytes)
+    if item.crc64 is not None and crc64nvme(data) != item.crc64:
+        raise IntegrityError(
+            f"an object is not what was sealed: expected CRC-64 {hex64(item.crc64)}, got"
+            f" {hex64(crc64nvme(data))} ({printable(item.fqn)!r} in {printable(extent.file)})",
+            hint="ckpt verify names what is damaged; restore the file, or take another step",
+        )
+    return data
+
+
+def seal_objects(plan: Plan, fingerprints: Mapping[str, int]) -> dict[str, SealedFile]:
+    """Returns the objects of a finished plan with their checksums."""
+    return {
+        t.fqn: seal_file(whole(t.shape).numel, fingerprints[t.fqn], ())
+        for t in plan.tensors
+        if t.is_object and t.fqn in fingerprints
+    }
 
 
 def _check_indexes(manifest: Manifest, catalog: Catalog) -> None:

@@ -16,7 +16,7 @@ from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import IntegrityError, printable
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.formats.zip.verify import examine
-from ckpt_tools.publish.manifest import Manifest
+from ckpt_tools.publish.manifest import Manifest, read_object
 from ckpt_tools.storage import read
 
 
@@ -102,8 +102,9 @@ def prove_copies(
 
 
 def _prove_objects(source: Source, catalog: Catalog, plan: Plan) -> None:
-    """Compares the CRC-32 in objects that are zips, as torch saves them: they are carried bit by
-    bit, and damage would come along.
+    """Compares objects with their sealed checksums, and with the CRC-32 in those that are zips.
+
+    They are carried bit by bit, and damage would come along.
     """
     extents = {
         catalog.objects[t.fqn].extent: t.fqn
@@ -125,6 +126,11 @@ def _prove_objects(source: Source, catalog: Catalog, plan: Plan) -> None:
                 f"{printable(extents[found.extent])!r} {what} ({catalog.where(found.extent.file)})",
                 hint="ckpt verify names everything; ckpt salvage writes what is whole",
             )
+    # a file of torch.save has objects in its own pickle, and not in the plan
+    wanted = {item.extent for item in catalog.objects.values()} | extents.keys()
+    for item in source.catalog.objects.values():  # with the sealed names
+        if item.extent in wanted and item.crc64 is not None:
+            read_object(source.store, item)
 
 
 def _prove_replicas(

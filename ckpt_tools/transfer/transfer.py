@@ -44,7 +44,9 @@ from ckpt_tools.publish.manifest import (
     of_source,
     of_store,
     seal_file,
+    seal_objects,
     seal_tensors,
+    with_sealed_objects,
 )
 from ckpt_tools.publish.steps import number_in
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
@@ -225,13 +227,19 @@ class Transfer:
                 if self.assumes
                 else self.source.format.locate(self.source.store, self.tensors)
             )
-            prove_copies(
-                self.source, self.request.catalog, self.part, self.located, self.jobs, self.tiles
-            )
             if self.request.is_damaged:
                 self.sealed = of_store(self.source.store)
             else:
                 self.sealed = of_source(self.source)
+            sealed = with_sealed_objects(self.source.catalog, self.sealed)
+            prove_copies(
+                replace(self.source, catalog=sealed),
+                self.request.catalog,
+                self.part,
+                self.located,
+                self.jobs,
+                self.tiles,
+            )
             prints = sealed_prints(self.sealed, self.source, self.request.catalog, self.plan)
             self.prints: Mapping[str, SealedFingerprint] = {
                 fqn: sealed for fqn, sealed in prints.items() if fqn not in self.request.alter
@@ -404,7 +412,10 @@ class Transfer:
             name: seal_file(nbytes, self.checksums[name], sink.ranges_of(name))
             for name, nbytes in self.target.file_sizes.items()
         }
-        manifest = self._manifest(files, seal_tensors(self.plan, self.fingerprints))
+        manifest = replace(
+            self._manifest(files, seal_tensors(self.plan, self.fingerprints)),
+            objects=seal_objects(self.plan, self.fingerprints),
+        )
         literal = Literal(file_name(self.attempt_id, self.single), 0, manifest.render())
         self.resume.check_claim()
         self.notes += attempt.publish(literal, self.target.index)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shutil
 import struct
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError
+from ckpt_tools.distributed import StorageWriter
 from tests.conftest import torchrun
 
 
@@ -83,3 +86,57 @@ def test_ranks_find_a_flipped_bit_together(wrong: str, tmp_path: Path) -> None:
         data[data.rindex(value * 10) + 5] ^= 1
         path.write_bytes(data)
     torchrun(3, "proof.py", str(path), wrong)
+
+
+OBJECTS = {"best": 111, "last": 221}
+
+
+def exchanged(folder: Path) -> None:
+    """Exchanges the archives of two objects of one length in the only data file of a DCP."""
+    from ckpt_tools.formats.registry import open_source
+
+    source = open_source(folder)
+    source.store.close()
+    (first, second) = sorted(
+        (source.catalog.objects[f"model.lr.{name}"].extent for name in OBJECTS),
+        key=lambda extent: extent.start,
+    )
+    assert first.nbytes == second.nbytes
+    file = folder / first.file
+    data = bytearray(file.read_bytes())
+    a, b = (slice(e.start, e.start + e.nbytes) for e in (first, second))
+    data[a], data[b] = data[b], data[a]
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("writer", ["save", "reshard", "seal", "plugin"])
+def test_objects_that_changed_places_are_found(writer: str, tmp_path: Path) -> None:
+    """Each has the right CRC-32 in its own archive."""
+    state = {"model": {"w": torch.ones(3), "lr": dict(OBJECTS)}}
+    path = tmp_path / "p"
+    if writer == "plugin":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(state, storage_writer=StorageWriter(path), no_dist=True)
+    else:
+        ckpt_tools.save(tmp_path / "first", state)
+        ckpt_tools.reshard(tmp_path / "first", path, to_ranks=1)
+    if writer == "save":
+        path = tmp_path / "first"
+    if writer == "seal":
+        next(path.glob("ckpt.manifest.*")).unlink()
+        ckpt_tools.seal(path)
+    loaded = {"model": {"w": torch.zeros(3), "lr": {"best": 0, "last": 0}}}
+    ckpt_tools.load(path, loaded)
+    assert loaded["model"]["lr"] == OBJECTS
+    exchanged(path)
+    with pytest.raises(IntegrityError, match="an object is not what was sealed"):
+        ckpt_tools.load(path, loaded)
+    for call in (
+        lambda: ckpt_tools.reshard(path, tmp_path / "two", to_ranks=2),
+        lambda: ckpt_tools.convert(path, tmp_path / "x.pt", to="torch"),
+    ):
+        with pytest.raises(IntegrityError, match="an object is not what was sealed"):
+            call()
+    assert not (tmp_path / "two").exists() and not (tmp_path / "x.pt").exists()
+    assert ckpt_tools.verify(path).problems

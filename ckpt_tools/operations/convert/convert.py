@@ -24,7 +24,6 @@ from ckpt_tools.formats.per_rank import files as per_rank
 from ckpt_tools.formats.per_rank.flat_param import read_shapes
 from ckpt_tools.formats.registry import (
     Source,
-    open_source,
 )
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
@@ -49,6 +48,7 @@ from ckpt_tools.operations.merge_reshard import (
 )
 from ckpt_tools.operations.side_files import left_beside
 from ckpt_tools.publish.destinations import open_destination
+from ckpt_tools.publish.manifest import open_sealed
 from ckpt_tools.ranks.base import ALONE, Group
 from ckpt_tools.transfer.options import Options, Path_
 from ckpt_tools.transfer.result import TransferResult
@@ -72,7 +72,7 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
     """
     check_request(to, str(dst), how)
     storage_options = how.get("storage_options")
-    source = open_source(src, storage_options, lay_beside(how.get("shapes")))
+    source, _ = open_sealed(src, storage_options, lay_beside(how.get("shapes")))
     if how.get("param_order") != "model":  # "model" also uses the shapes file
         check_needed(how.get("shapes"), source.catalog)
     return convert_source(source, dst, to, how)

@@ -40,7 +40,8 @@ from ckpt_tools.operations.convert.param_order import (
     is_by_shape,
     name_parameters,
 )
-from ckpt_tools.storage import MemoryStore, Store, read
+from ckpt_tools.publish.manifest import read_object
+from ckpt_tools.storage import MemoryStore, Store
 
 FORMS = ("groups", "flat", "ids")
 _OPTIMIZER = re.compile(r"((?:.*?\.)?optim\w*(?:\.[0-9]{1,9})?)\.(state|param_groups)\.(.+)")
@@ -345,7 +346,7 @@ class ObjectReader:
             raise FormatError(
                 f"an object is too long: {item.extent.nbytes} bytes ({printable(item.fqn)!r})"
             )
-        data = read(self._store, *item.extent[:3])
+        data = read_object(self._store, item)
         known = self._known.get(data)
         if known is None:
             found = UnreadValues()
