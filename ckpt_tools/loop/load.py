@@ -26,6 +26,7 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.pickle.state import plain_path
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.loop.archives import unpack
+from ckpt_tools.loop.arguments import check_state
 from ckpt_tools.loop.divide import divide
 from ckpt_tools.loop.late_staging import hold_all
 from ckpt_tools.loop.load_request import LoadReport, LoadRequest, OnMismatch
@@ -100,6 +101,7 @@ def load(
             does not.
         CheckpointError: it is damaged or cannot be read; or another rank failed.
     """
+    check_state(state)
     request = LoadRequest(select, strict, cast, trust_pickle, rename or {}, on_mismatch or {})
     group = GlooGroup(timeout_s, process_group)
     try:

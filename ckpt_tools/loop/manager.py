@@ -38,6 +38,7 @@ from ckpt_tools.loop.arguments import (
     check_choice,
     check_manager,
     check_name,
+    check_state,
     check_step,
     chosen_rules,
     shown_choice,
@@ -599,6 +600,7 @@ class CheckpointManager:
             CheckpointError: it cannot be read; or another rank failed.
         """
         self._check_open("resume")
+        check_state(state)
         step = check_choice(step, path)
         request = LoadRequest(select, strict, cast, trust_pickle, rename or {}, on_mismatch or {})
         words = [

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ckpt_tools.errors import CheckpointError, PlanError, printable
+from ckpt_tools.loop.arguments import check_state
 from ckpt_tools.loop.objects import (
     MAX_DEPTH,
     TAG,
@@ -300,11 +301,7 @@ def export(
         PlanError: two entries have the same name, the state lacks an optimizer's parameters, or a
             tensor is on the meta device.
     """
-    if not isinstance(state, Mapping):
-        raise PlanError(
-            f"a state is a dict, got a {type(state).__name__}",
-            hint='give each object a name: {"model": model, "optimizer": optimizer}',
-        )
+    check_state(state)
     _check_nesting(state, (), ())
     exporter = _Exporter(holders_of(state), stored, bool(only), cache)
     if cache is not None:

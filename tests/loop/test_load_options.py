@@ -203,3 +203,14 @@ def test_a_module_that_was_not_saved_does_not_get_the_values_of_another(
         assert all(map(torch.equal, before, state["teacher"].parameters()))
         assert ckpt_tools.load(tmp_path / source, {keys[1]: state["teacher"]}).notes
         assert torch.equal(state["teacher"].weight, saved.weight)
+
+
+def test_a_state_that_is_no_dict_is_refused_before_anything_else(tmp_path: Path) -> None:
+    model: Any = nn.Linear(2, 2)
+    with (
+        CheckpointManager(tmp_path) as checkpoints,
+        pytest.raises(PlanError, match="a state is a dict, got a Linear"),
+    ):
+        checkpoints.resume(model)  # also in a new run
+    with pytest.raises(PlanError, match="a state is a dict, got a Linear"):
+        ckpt_tools.load(tmp_path / "nothing", model)
