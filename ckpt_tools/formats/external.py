@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,21 @@ def external_formats() -> tuple[Format, ...]:
 
     found = (_load(point) for point in sorted(entry_points(group=GROUP), key=lambda p: p.name))
     return tuple(form for form in found if form is not None)
+
+
+def recognised(files: Mapping[str, int]) -> Format | None:
+    """Returns the first of these formats that a directory has; one that fails is named in the log.
+
+    Args:
+        files: bytes of each file, by name.
+    """
+    for form in external_formats():
+        try:
+            if form.recognise(files):
+                return form
+        except Exception as error:  # noqa: BLE001  # the code of another package
+            log.warning("the format %s failed: %r", printable(str(form.NAME)), error)
+    return None
 
 
 def _load(point: EntryPoint) -> Format | None:

@@ -35,7 +35,7 @@ from ckpt_tools.formats.base import (
 )
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.deepspeed import zero as deepspeed
-from ckpt_tools.formats.external import external_formats
+from ckpt_tools.formats.external import external_formats, recognised
 from ckpt_tools.formats.per_rank import files as per_rank
 from ckpt_tools.storage import LocalStore, Overlay, Store, is_url, local_path
 from ckpt_tools.storage.retries import read_again_if_wrong
@@ -342,7 +342,7 @@ def _recognise(root: Store) -> Format | None:
     if any(name.startswith("pytorch_model_fsdp_") for name in root.folders()):
         files = root.list_files(below=True)
     own = next((f for f in FORMATS if f.recognise(files)), None)
-    return own or next((f for f in external_formats() if f.recognise(files)), None)
+    return own or recognised(files)
 
 
 def suffix_matches(form: Format, name: str) -> bool:

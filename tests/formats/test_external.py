@@ -87,3 +87,23 @@ def test_a_broken_external_format_is_named_and_does_not_stop_the_command(tmp_pat
     )
     assert done.returncode == 10 and "no_such_module" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_external_format_that_fails_to_recognise_is_named(tmp_path: Path) -> None:
+    info = tmp_path / "faulty-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[ckpt_tools.formats]\nfaulty = faulty_format\n")
+    (tmp_path / "faulty_format.py").write_text(
+        "NAME, LOOKS_FOR = 'faulty', 'nothing'\n"
+        "read_catalog = locate = guess = lay_out = None\n"
+        "def recognise(files): raise ValueError('oops')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpt_tools", "inspect", str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 10 and "Traceback" not in done.stderr
+    assert "the format faulty failed: ValueError('oops')" in done.stderr
