@@ -25,9 +25,11 @@ from torch.nn import functional as F
 from tests.dist import device
 from training import config as configuration
 from training import model as models
-from training import parallel, train
+from training import parallel
 from training.config import Config
 from training.data import open_tokens
+from training.prove import prove
+from training.train import train
 
 WARM = 3  # steps that are not counted
 
@@ -72,7 +74,7 @@ def ours(config: Config) -> float:
     """Returns tokens/s of the program, everything included that it does in a step without a
     checkpoint.
     """
-    train.train(train.prove(config, dist.get_world_size(), dist.get_world_size()), device.here())
+    train(prove(config, dist.get_world_size(), dist.get_world_size()), device.here())
     lines = [
         json.loads(line)
         for line in (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()

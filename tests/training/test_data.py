@@ -96,9 +96,13 @@ def test_a_changed_batch_size_goes_on_in_the_same_order() -> None:
 
 def test_the_state_of_another_order_is_refused() -> None:
     state = Sampler(50, 3).state_dict()
-    with pytest.raises(ConfigError, match="it had 50, now 60 sequences in the data"):
+    with pytest.raises(
+        ConfigError, match="the data has 60 sequences, and the checkpoint was trained on 50"
+    ):
         Sampler(60, 3).load_state_dict(state)
-    with pytest.raises(ConfigError, match="it had 3, now 4 run.seed"):
+    with pytest.raises(
+        ConfigError, match="run.seed = 4, and the checkpoint has the order of run.seed = 3"
+    ):
         Sampler(50, 4).load_state_dict(state)
 
 

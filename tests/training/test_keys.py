@@ -14,10 +14,11 @@ from tests.training.test_edges import ONE
 from tests.training.test_training import TINY, lines, losses, run, sets
 from training import config as configuration
 from training import model as models
-from training import parallel, train
+from training import parallel
 from training.accelerate_config import read
 from training.config import ConfigError
 from training.data import prepare
+from training.prove import prove
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +199,7 @@ def test_mistakes_are_one_line_before_the_group_starts(
     given: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message.split("(")[0].replace(".", r"\.")):
-        train.prove(configuration.resolve(None, given), 1, 1)
+        prove(configuration.resolve(None, given), 1, 1)
 
 
 def test_what_fsdp1_does_with_gpus_only_is_a_note_on_a_cpu(data: Path, tmp_path: Path) -> None:
