@@ -21,7 +21,7 @@ from ckpt_tools.storage import read
 
 
 class SealedFingerprint(NamedTuple):
-    """What the source's manifest says of a tensor: the name it has there, and its fingerprint."""
+    """A tensor in the source's manifest: its name there, and its fingerprint."""
 
     fqn: str
     crc64: int
@@ -64,7 +64,7 @@ def prove_fingerprints(
     Args:
         source: the checkpoint, for messages.
         prints: from `sealed_prints`.
-        fingerprints: of what was read, by the plan's names.
+        fingerprints: of the bytes that were read, by the plan's names.
 
     Raises:
         IntegrityError: a tensor is not what was written, on the disk, or on the way.
