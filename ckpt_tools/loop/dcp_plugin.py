@@ -53,6 +53,7 @@ from ckpt_tools.formats.pickle.state import plain_path
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.loop.archives import check_loadable, unpack
 from ckpt_tools.loop.load_request import LoadReport
+from ckpt_tools.loop.proof import LoadProof
 from ckpt_tools.loop.read_shards import fill
 from ckpt_tools.loop.shards import Shard
 from ckpt_tools.loop.staging import Stage
@@ -320,12 +321,15 @@ class StorageReader(storage.StorageReader):
         )
         self.report = LoadReport(str(path))
         self._source: Source | None = None
+        self._proof: LoadProof | None = None
 
     @property
     def source(self) -> Source:
         """Returns the checkpoint, which is opened once."""
         if self._source is None:
-            self._source, _ = open_sealed(self.path, self._options)
+            self._source, manifest = open_sealed(self.path, self._options)
+            catalog = self._source.catalog
+            self._proof = LoadProof(manifest, catalog, catalog)
         return self._source
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -370,7 +374,7 @@ class StorageReader(storage.StorageReader):
         """Reads this rank's items.
 
         Raises:
-            IntegrityError: a chunk that was read in full is damaged.
+            IntegrityError: a chunk, or a sealed tensor, that was read in full is damaged.
             PlanError: a tensor has another type, and `cast` is False.
             UnsafePickleError: an object asks for code, and `trust_pickle` is False.
         """
@@ -399,6 +403,7 @@ class StorageReader(storage.StorageReader):
             self.jobs,
             DEFAULT_MEMORY_BYTES,
             self.report,
+            self._proof,
         )
         for item, tensor in tensors:
             planner.commit_tensor(item, tensor)

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError
-from ckpt_tools.distributed import StorageWriter
+from ckpt_tools.distributed import StorageReader, StorageWriter
 from tests.conftest import torchrun
 
 
@@ -86,6 +87,18 @@ def test_ranks_find_a_flipped_bit_together(wrong: str, tmp_path: Path) -> None:
         data[data.rindex(value * 10) + 5] ^= 1
         path.write_bytes(data)
     torchrun(3, "proof.py", str(path), wrong)
+
+
+def test_stock_dcp_with_our_reader_compares_whole_tensors(run: Path) -> None:
+    step = run / "step-00000002"
+    state = {"model": zeros()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, storage_reader=StorageReader(step), no_dist=True)
+        assert state["model"]["b"].tolist() == [2.5] * 4
+        shutil.copy(run / "step-00000001/__0_0.distcp", step / "__0_0.distcp")
+        with pytest.raises(CheckpointException, match="a tensor is not what was sealed"):
+            dcp.load(state, storage_reader=StorageReader(step), no_dist=True)
 
 
 OBJECTS = {"best": 111, "last": 221}
