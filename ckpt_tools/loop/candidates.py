@@ -110,7 +110,8 @@ class Candidates:
         """
         if self.branch is not None:
             return
-        newest = latest_of([self.root], tuple(self.passed), self._allow_not_finite).step
+        passed = tuple(map(place_of, self.passed))
+        newest = latest_of([self.root], passed, self._allow_not_finite).step
         if newest is not None and newest.manifest is not None and newest.number > number:
             raise StorageError(
                 f"step {number} is older than the newest step of this run, {newest.number}, which"

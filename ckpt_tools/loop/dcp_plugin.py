@@ -206,7 +206,8 @@ class StorageWriter(storage.StorageWriter):
             self.jobs,
         )
         name = target.name(dcp.data_file_name(order.rank), order.attempt)
-        shares = dict(part.shares)  # the share of all chunks of a tensor goes with the first one
+        # the share of all chunks of a tensor goes with the first one; that of an object is its CRC
+        shares = dict(part.shares)
         told = [
             (item, place.start, place.nbytes, shares.pop(piece.fqn, 0))
             for item, piece, place in zip(tensors, pieces, file.places, strict=True)

@@ -85,11 +85,11 @@ def fill(
         IntegrityError: a range or a tensor that was read in full is not what was written.
         CheckpointError: it cannot be read.
     """
+    reader = ShardReader(source, jobs, memory_bytes, report, proof, names)
     stages = Stage(), Stage()
     try:
         for number, batch in enumerate(_batches(source.catalog, shards)):
             with stages[number % 2].fill([shard.tensor for shard in batch]) as views:
-                reader = ShardReader(source, jobs, memory_bytes, report, proof, names)
                 reader.fill(batch, views)
     finally:
         for stage in stages:

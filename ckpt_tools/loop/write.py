@@ -50,7 +50,7 @@ class FilePlan(NamedTuple):
     """
 
     target: Target
-    steps: tuple[Batch, ...]
+    batches: tuple[Batch, ...]
     places: tuple[ItemLocation, ...]
 
 
@@ -107,10 +107,10 @@ def plan_file(rank: int, pieces: Sequence[ShardInfo]) -> FilePlan:
         tuple(file.literals),
         tuple(file.trailers),
     )
-    steps = schedule(
+    batches = schedule(
         plan_transfer(Catalog("memory", entries), target), {}, *tile_bytes(DEFAULT_MEMORY_BYTES, 2)
     )
-    return FilePlan(target, tuple(steps), tuple(location for _, location in laid_out))
+    return FilePlan(target, tuple(batches), tuple(location for _, location in laid_out))
 
 
 def write_part(
@@ -161,7 +161,7 @@ def write_part(
     try:
         sink.open()
         run_batches(
-            plan.steps,
+            plan.batches,
             MemoryStore({str(number): view for number, view in enumerate(memory)}),
             sink,
             jobs,

@@ -11,7 +11,7 @@ from itertools import chain, islice, pairwise
 from typing import Unpack
 
 from ckpt_tools.core.box import flat_start, is_flat
-from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.catalog import Chunk, Extent, TensorEntry
 from ckpt_tools.core.checksum import crc32, crc64nvme, hex64, join_crc32, join_crc64
 from ckpt_tools.core.plan import num_cells, plan_values
 from ckpt_tools.engine.fingerprints import Fingerprints, HashedRange, HashedRanges
@@ -24,7 +24,7 @@ from ckpt_tools.operations.verification import RecordCheck, Verification
 from ckpt_tools.publish.check_manifest import Problem
 from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.publish.manifest import Manifest, SealedFile, file_name, seal_file, seal_tensors
-from ckpt_tools.storage import Store, read
+from ckpt_tools.storage import read
 from ckpt_tools.transfer.options import Path_, Reading
 
 # shorter payloads are read a second time, because every part costs memory
@@ -103,6 +103,13 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
     for batch in work.batches(sizes):
         found.add(batch)
     tensors = list(work.catalog.tensors.values())
+    made = work.catalog.made  # values of pickles lie in no file
+    objects = {
+        fqn: item.extent
+        for fqn, item in work.catalog.objects.items()
+        if item.extent.file not in made
+    }
+    (crcs,) = work.hash_ranges(objects, crc64nvme)
     data = read(folder, index) if index else b""
     content = (
         f"{sorted(sizes.items())}"
@@ -119,7 +126,7 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
         files={name: found.seal(name, nbytes) for name, nbytes in sizes.items()},
         index=(index, SealedFile(len(data), hex64(crc64nvme(data)))) if index else None,
         tensors=seal_tensors(plan_values(tensors), found.fingerprints()),
-        objects=_sealed_objects(work.store, work.catalog),
+        objects={fqn: seal_file(e.nbytes, crcs[fqn], ()) for fqn, e in objects.items()},
     )
     name = file_name(attempt, file)
     place = open_destination(folder.url, options.get("storage_options"))
@@ -141,16 +148,6 @@ def _refuse(problems: Sequence[Problem]) -> None:
             + (f", and {len(problems) - 1} more" if len(problems) > 1 else ""),
             hint="ckpt verify names everything; ckpt salvage writes what is whole",
         )
-
-
-def _sealed_objects(store: Store, catalog: Catalog) -> dict[str, SealedFile]:
-    """Returns the checksums of the objects that lie in files."""
-    extents = {fqn: item.extent for fqn, item in catalog.objects.items()}
-    return {
-        fqn: seal_file(e.nbytes, crc64nvme(read(store, e.file, e.start, e.nbytes)), ())
-        for fqn, e in extents.items()
-        if e.file not in catalog.made
-    }
 
 
 class _Found:

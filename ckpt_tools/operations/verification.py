@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ckpt_tools.core.catalog import RAW, Catalog, Extent, TensorEntry, check_names
-from ckpt_tools.core.checksum import crc32, hex64
+from ckpt_tools.core.checksum import crc32, crc64nvme, hex64
 from ckpt_tools.core.coverage import flaws
 from ckpt_tools.core.plan import plan_objects, plan_values
 from ckpt_tools.core.threads import num_threads
@@ -256,6 +256,19 @@ class Verification:
                         extent,
                     )
                 )
+        objects = {
+            fqn: item.extent
+            for fqn, item in self.catalog.objects.items()
+            if fqn in self.manifest.objects and fqn not in bad and item.extent.file in files
+        }
+        (crcs,) = self.hash_ranges(objects, crc64nvme)
+        problems += [
+            self._problem(
+                extent.file, "is damaged: its checksum is not what the manifest says", fqn, extent
+            )
+            for fqn, extent in objects.items()
+            if hex64(crcs[fqn]) != self.manifest.objects[fqn].crc64nvme
+        ]
         return problems
 
     def _whole_tensors(self, files: set[str] | None = None) -> list[TensorEntry]:

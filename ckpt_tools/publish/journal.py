@@ -1,8 +1,8 @@
 """Notes the finished batches of an attempt, so that a later attempt can continue.
 
-A line a step in a file of its own for each process, in the staging directory: which bytes were
-written, and all that was learnt on the way. A line is believed where its own checksum is right, and
-the bytes that it tells of where theirs are.
+Each process has a file in the staging directory, with a line for each batch. A line has the written
+ranges, their checksums, and the notes on the values. It counts only if its own checksum is right,
+and its ranges only if their bytes still have theirs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def identify(operation: str, plan: Plan, source: Store, changes: str) -> str:
         operation: its name.
         plan: what goes where.
         source: where it is read; with a file that is not the same any more the digest is another.
-        changes: what is done to values on the way, other than a cast.
+        changes: the changes of values on the way, other than casts.
     """
     names: Sequence[str] = ()
     files, digest = set[str](), sha256()
@@ -99,8 +99,8 @@ class DeadAttempt:
 
     Attributes:
         path: its staging directory.
-        tiles: how it cut the work, as `schedule.tile_bytes` returns it: what it has finished fits
-            no other cut.
+        tiles: how it cut the work, as `schedule.tile_bytes` returns it. Its finished tiles fit no
+            other cut.
         nbytes: that it occupies on the disk.
     """
 
@@ -295,11 +295,11 @@ def read_journals(folder: Path, work: str) -> list[BatchResult]:
             for line in lines:
                 # not one of ours
                 with suppress(KeyError, TypeError, ValueError, OverflowError, AttributeError):
-                    batches.append(_step(line))
+                    batches.append(_batch(line))
     return batches
 
 
-def _step(line: Any) -> BatchResult:
+def _batch(line: Any) -> BatchResult:
     pieces, shares, sizes = line["prints"]
     wrote = SinkState(
         _pieces(line["files"]), TensorHashes(_pieces(pieces), _pieces(shares), _numbers(sizes))

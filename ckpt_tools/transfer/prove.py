@@ -16,12 +16,12 @@ from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import IntegrityError, printable
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.formats.zip.verify import examine
-from ckpt_tools.publish.manifest import Manifest, read_object
+from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.storage import read
 
 
 class SealedFingerprint(NamedTuple):
-    """A tensor in the source's manifest: its name there, and its fingerprint."""
+    """A tensor or object in the source's manifest: its name there, and its fingerprint."""
 
     fqn: str
     crc64: int
@@ -30,8 +30,9 @@ class SealedFingerprint(NamedTuple):
 def sealed_prints(
     manifest: Manifest | None, source: Source, catalog: Catalog, plan: Plan
 ) -> dict[str, SealedFingerprint]:
-    """Returns what the source's manifest, if it has one, says of the tensors that a plan leaves as
-    they are, by the plan's names.
+    """Returns the sealed fingerprints of the tensors and objects that a plan leaves as they are.
+
+    They are by the plan's names.
 
     Args:
         manifest: the source's.
@@ -42,9 +43,15 @@ def sealed_prints(
     if manifest is None:
         return {}
     stored = {t.chunks[0].extent: fqn for fqn, t in source.catalog.tensors.items() if t.chunks}
+    objects = {item.extent: fqn for fqn, item in source.catalog.objects.items()}
     prints = {}
     for tensor in plan.tensors:
-        if not tensor.is_object and tensor.src_dtype is tensor.dst_dtype and tensor.chunks:
+        if tensor.is_object:
+            fqn = objects.get(tensor.chunks[0].extent, "")
+            if fqn in manifest.objects:
+                crc64 = int(manifest.objects[fqn].crc64nvme, 16)
+                prints[tensor.fqn] = SealedFingerprint(fqn, crc64)
+        elif tensor.src_dtype is tensor.dst_dtype and tensor.chunks:
             fqn = stored.get(catalog.tensors[tensor.fqn].chunks[0].extent, "")
             # a part of it has another
             if fqn in manifest.tensors and source.catalog.tensors[fqn].chunks == tensor.chunks:
@@ -102,9 +109,8 @@ def prove_copies(
 
 
 def _prove_objects(source: Source, catalog: Catalog, plan: Plan) -> None:
-    """Compares objects with their sealed checksums, and with the CRC-32 in those that are zips.
-
-    They are carried bit by bit, and damage would come along.
+    """Compares the CRC-32 in objects that are zips, as torch saves them: they are carried bit by
+    bit, and damage would come along.
     """
     extents = {
         catalog.objects[t.fqn].extent: t.fqn
@@ -126,11 +132,6 @@ def _prove_objects(source: Source, catalog: Catalog, plan: Plan) -> None:
                 f"{printable(extents[found.extent])!r} {what} ({catalog.where(found.extent.file)})",
                 hint="ckpt verify names everything; ckpt salvage writes what is whole",
             )
-    # a file of torch.save has objects in its own pickle, and not in the plan
-    wanted = {item.extent for item in catalog.objects.values()} | extents.keys()
-    for item in source.catalog.objects.values():  # with the sealed names
-        if item.extent in wanted and item.crc64 is not None:
-            read_object(source.store, item)
 
 
 def _prove_replicas(

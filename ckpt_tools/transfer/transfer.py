@@ -46,7 +46,6 @@ from ckpt_tools.publish.manifest import (
     seal_file,
     seal_objects,
     seal_tensors,
-    with_sealed_objects,
 )
 from ckpt_tools.publish.steps import number_in
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
@@ -231,14 +230,8 @@ class Transfer:
                 self.sealed = of_store(self.source.store)
             else:
                 self.sealed = of_source(self.source)
-            sealed = with_sealed_objects(self.source.catalog, self.sealed)
             prove_copies(
-                replace(self.source, catalog=sealed),
-                self.request.catalog,
-                self.part,
-                self.located,
-                self.jobs,
-                self.tiles,
+                self.source, self.request.catalog, self.part, self.located, self.jobs, self.tiles
             )
             prints = sealed_prints(self.sealed, self.source, self.request.catalog, self.plan)
             self.prints: Mapping[str, SealedFingerprint] = {

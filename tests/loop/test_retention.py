@@ -366,6 +366,19 @@ def test_a_job_that_has_not_resumed_cannot_begin_below_the_newest_step(
         checkpoints.save(7, state)
 
 
+def test_a_step_that_was_passed_over_is_no_newer_step(run: Path) -> None:
+    """A trainer that loads by itself asks for the newest sound step only."""
+    file = run / "step-00000030" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with CheckpointManager(run, asynchronous=False) as checkpoints:
+        found = checkpoints.newest_sound()
+        assert found is not None and found[0] == 20
+        checkpoints.save(25, {"w": torch.zeros(3)})
+    assert (run / "step-00000025").is_dir()
+
+
 def test_copies_of_a_step_do_not_count_for_others(run: Path, tmp_path: Path) -> None:
     """A copy has the number of its step, in its name and in its manifest, and may be damaged."""
     for name in ("step_30", "step-030", "checkpoint-30"):
