@@ -36,6 +36,8 @@ _BARE = re.compile(r"(?i)(x-(?:amz|goog)-[\w-]+(?:=|%3d))[^&;\s'\")%]+")
 
 
 _SPACED = re.compile(r"(?<=://)[^\s/@:]+:[^/\n@]{1,100}@")  # a password with spaces
+# a port that is no number: the key of an account, as in abfs://container@account:KEY
+_PORT = re.compile(r"(://[^\s/:\[]+):(?!\d+(?:[^\w]|$))[^\s/'\")]+")
 
 
 def redacted(text: str) -> str:
@@ -44,7 +46,7 @@ def redacted(text: str) -> str:
     User names, passwords, fragments, and all values of a query are replaced by `***`.
     """
     if "://" in text:
-        text = _SPACED.sub("***@", _USER.sub("***@", text))
+        text = _PORT.sub(r"\1:***", _SPACED.sub("***@", _USER.sub("***@", text)))
         text = _QUERY.sub(lambda found: found[1] + _VALUE.sub("=***", found[2]), text)
         text = _FRAGMENT.sub(r"\1***", text)
     return _BARE.sub(r"\1***", _LOOSE.sub(r"\1***", text))

@@ -28,6 +28,7 @@ from ckpt_tools.cli.process import (
     fail,
     prepare_streams,
     print_json,
+    report_ignored,
     terminated,
 )
 from ckpt_tools.errors import CheckpointError, PlanError, printable
@@ -141,6 +142,7 @@ def main(may_share: bool = False) -> None:
     """
     signal.signal(signal.SIGTERM, terminated)
     prepare_streams()
+    sys.unraisablehook = report_ignored
     gc.disable()  # the process is short-lived, and has no cycles worth collecting
     # numpy's threads would wait for ours, and making them takes time at the start
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

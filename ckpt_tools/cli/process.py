@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from ckpt_tools.errors import printable_lines
+from ckpt_tools.errors import printable_lines, redacted
 
 EXIT_STATUS = """EXIT STATUS
 
@@ -41,6 +41,14 @@ def prepare_streams() -> None:
             stream.reconfigure(errors="replace")  # LC_ALL=C supports only ASCII
     if not os.environ.get("COLUMNS", "1").isdecimal() or int(os.environ.get("COLUMNS", "1")) < 1:
         del os.environ["COLUMNS"]
+
+
+def report_ignored(ignored: Any) -> None:
+    """Prints an error in another package's `__del__` as one line: a traceback may hold secrets."""
+    where = getattr(ignored.object, "__qualname__", type(ignored.object).__qualname__)
+    text = f"{where}: {type(ignored.exc_value).__name__}: {ignored.exc_value}"
+    with suppress(OSError, ValueError):
+        print(f"ignored: {printable_lines(redacted(text))}", file=sys.stderr)
 
 
 def print_json(message: str, hint: str | None, code: int, kind: str) -> None:

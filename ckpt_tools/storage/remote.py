@@ -43,6 +43,15 @@ _MAX_PAGES = 20
 _CREATE_ONCE = {"az", "abfs", "gs", "gcs"}
 
 
+def _file_system(url: str, options: Mapping[str, Any]) -> Any:
+    """Returns fsspec's file system of a URL; a host or user of the URL is an option of it."""
+    import fsspec
+
+    scheme = url.split("://")[0]
+    in_url = fsspec.get_filesystem_class(scheme)._get_kwargs_from_urls(url)
+    return fsspec.filesystem(scheme, **(in_url | options))
+
+
 class RemoteStore:
     """The objects under one prefix of a store that fsspec opens."""
 
@@ -69,7 +78,6 @@ class RemoteStore:
         Raises:
             StorageError: the URL is chained, or fsspec has no package for it.
         """
-        import fsspec
         from fsspec.core import url_to_fs
 
         check_url(url)
@@ -90,9 +98,7 @@ class RemoteStore:
             if url.startswith(("http://", "https://")):
                 fresh["get_client"] = bounded_client
             self._fs = fs or (
-                url_to_fs(url, **options)[0]
-                if wrappers
-                else fsspec.filesystem(url.split("://")[0], **(fresh | options))
+                url_to_fs(url, **options)[0] if wrappers else _file_system(url, fresh | options)
             )
         except Exception as error:  # every package has exceptions of its own
             is_missing = isinstance(error, ImportError | ValueError)

@@ -52,7 +52,7 @@ _HINTS = (
     ),
     (
         ("Invalid endpoint",),
-        "an endpoint is a whole URL: --storage-option endpoint_url=https://HOST:PORT",
+        "an endpoint is a whole URL: --storage-option endpoint_url=https://HOST:9000",
     ),
     (("RequestTimeTooSkewed",), "this machine's clock is wrong"),
     (("PreconditionFailed", "status=412"), "the object was replaced meanwhile: start again"),

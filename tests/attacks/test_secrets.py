@@ -71,10 +71,17 @@ def test_logs_have_no_secrets(caplog: pytest.LogCaptureFixture) -> None:
         "https://host/x?a=1;sig=5ecret1",
         "https://host/x?client_secret=(5ecret1",
         "https://host/x#access_token=5ecret1",
+        "abfs://container@host:5ecret1/x",
     ],
 )
 def test_no_secret_of_a_url_is_shown(url: str) -> None:
     shown = redacted(f"cannot read: {url} (again)")
     assert "5ecr" not in shown and "et1" not in shown and "host" in shown and "again" in shown
-    for plain in ("http://localhost:9000/a@b/c", "s3://bucket/run@v2/step", "file:///a/b@c"):
+    for plain in (
+        "http://localhost:9000/a@b/c",
+        "http://[::1]:9000/a",
+        "cannot: s3://bucket: no",
+        "s3://bucket/run@v2/step",
+        "file:///a/b@c",
+    ):
         assert redacted(plain) == plain

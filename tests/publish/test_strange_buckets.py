@@ -90,7 +90,7 @@ def test_a_misspelt_storage_option_is_named_with_the_one_that_was_meant(
 def test_an_endpoint_without_its_scheme_is_explained(server: Server, tmp_path: Path) -> None:
     server.bucket("schemeless")
     options = {**server.options, "endpoint_url": server.endpoint.removeprefix("http://")}
-    with pytest.raises(StorageError, match="endpoint_url=https://HOST:PORT"):
+    with pytest.raises(StorageError, match="endpoint_url=https://HOST:9000"):
         ckpt_tools.inspect("s3://schemeless/x", storage_options=options)
 
 
