@@ -26,19 +26,19 @@ from ckpt_tools.version import __version__
 
 if TYPE_CHECKING:
     from ckpt_tools.core.statistics import TensorStatistics
-    from ckpt_tools.loop.ema import Ema
-    from ckpt_tools.loop.export import HuggingFace
-    from ckpt_tools.loop.load import load
-    from ckpt_tools.loop.load_request import LoadReport
+    from ckpt_tools.loop.loading.load import load
+    from ckpt_tools.loop.loading.load_request import LoadReport
+    from ckpt_tools.loop.loading.reader import Checkpoint, StoredTensor
+    from ckpt_tools.loop.loading.reader import open_checkpoint as open
     from ckpt_tools.loop.manager import CheckpointManager
-    from ckpt_tools.loop.policy import Retention
-    from ckpt_tools.loop.reader import Checkpoint, StoredTensor
-    from ckpt_tools.loop.reader import open_checkpoint as open
-    from ckpt_tools.loop.retention import Pruned
-    from ckpt_tools.loop.runs import latest, prune, steps
-    from ckpt_tools.loop.save import SaveReport
-    from ckpt_tools.loop.single_save import save
-    from ckpt_tools.loop.state_dict import PerRank, RngState
+    from ckpt_tools.loop.saving.export import HuggingFace
+    from ckpt_tools.loop.saving.save import SaveReport
+    from ckpt_tools.loop.saving.single_save import save
+    from ckpt_tools.loop.state.ema import Ema
+    from ckpt_tools.loop.state.state_dict import PerRank, RngState
+    from ckpt_tools.loop.steps.policy import Retention
+    from ckpt_tools.loop.steps.retention import Pruned
+    from ckpt_tools.loop.steps.runs import latest, prune, steps
     from ckpt_tools.operations.average import average
     from ckpt_tools.operations.check_run import RunProblem, check_run
     from ckpt_tools.operations.convert.convert import convert
@@ -145,22 +145,22 @@ _LAZY = {
     "SalvageResult": "operations.salvage",
     "salvage": "operations.salvage",
     "CheckpointManager": "loop.manager",
-    "load": "loop.load",
-    "PerRank": "loop.state_dict",
-    "RngState": "loop.state_dict",
-    "save": "loop.single_save",
-    "Ema": "loop.ema",
-    "HuggingFace": "loop.export",
-    "latest": "loop.runs",
-    "steps": "loop.runs",
-    "prune": "loop.runs",
-    "Pruned": "loop.retention",
-    "Retention": "loop.policy",
+    "load": "loop.loading.load",
+    "PerRank": "loop.state.state_dict",
+    "RngState": "loop.state.state_dict",
+    "save": "loop.saving.single_save",
+    "Ema": "loop.state.ema",
+    "HuggingFace": "loop.saving.export",
+    "latest": "loop.steps.runs",
+    "steps": "loop.steps.runs",
+    "prune": "loop.steps.runs",
+    "Pruned": "loop.steps.retention",
+    "Retention": "loop.steps.policy",
     "Step": "publish.steps",
-    "SaveReport": "loop.save",
-    "LoadReport": "loop.load_request",
-    "Checkpoint": "loop.reader",
-    "StoredTensor": "loop.reader",
+    "SaveReport": "loop.saving.save",
+    "LoadReport": "loop.loading.load_request",
+    "Checkpoint": "loop.loading.reader",
+    "StoredTensor": "loop.loading.reader",
     "Manifest": "publish.manifest",
     "Problem": "publish.check_manifest",
     "StatsResult": "operations.stats",
@@ -187,7 +187,7 @@ def __getattr__(name: str) -> object:
     if name == "distributed":  # a module; `import ckpt_tools` alone does not load it
         return import_module("ckpt_tools.distributed")
     if name == "open":
-        return import_module("ckpt_tools.loop.reader").open_checkpoint
+        return import_module("ckpt_tools.loop.loading.reader").open_checkpoint
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"ckpt_tools.{_LAZY[name]}"), name)

@@ -149,7 +149,7 @@ def serve(kind: str, line: socket.socket) -> None:
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch looks once
 _COMMAND = (
     "s3fs tqdm rich.console ckpt_tools.cli.app ckpt_tools.cli.findings ckpt_tools.cli.render"
-    " ckpt_tools.loop.retention ckpt_tools.operations.convert.convert ckpt_tools.operations.copy"
+    " ckpt_tools.loop.steps.retention ckpt_tools.operations.convert.convert ckpt_tools.operations.copy"
     " ckpt_tools.operations.diff ckpt_tools.operations.inspect ckpt_tools.operations.merge_reshard"
     " ckpt_tools.operations.salvage ckpt_tools.operations.seal ckpt_tools.operations.verify"
 ).split()

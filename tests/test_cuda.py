@@ -21,7 +21,7 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PerRank, RngState
-from ckpt_tools.loop.staging import Stage, _pinned
+from ckpt_tools.loop.state.staging import Stage, _pinned
 from tests.jobs import ROOT, torchrun_command
 from tests.training.test_training import QUIET, TINY, losses, sets
 
@@ -337,7 +337,7 @@ def test_where_memory_cannot_be_pinned_copies_are_made_all_the_same(
     runtime = torch.cuda.cudart()
     assert int(runtime.cudaHostRegister(taken.data_ptr(), len(taken), 0)) == 0
     # CUDA registers nothing twice
-    monkeypatch.setattr("ckpt_tools.loop.staging._pageable", lambda nbytes: taken[:nbytes])
+    monkeypatch.setattr("ckpt_tools.loop.state.staging._pageable", lambda nbytes: taken[:nbytes])
     stage = Stage()
     views = stage.copy(list(model.values())).wait()
     monkeypatch.undo()

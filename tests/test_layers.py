@@ -37,6 +37,7 @@ TORCH_LIVES_IN = (
     "ranks/launch.py",
     "formats/per_rank/dtensor_write.py",
 )
+LOOP_LAYERS = ["state", "steps", "loading", "saving", ""]  # folders of `loop/`, and its own files
 FILES = sorted(ROOT.rglob("*.py"))
 
 
@@ -62,6 +63,11 @@ def layer(module: str) -> int:
     return LAYERS.index(top if top in LAYERS else "")
 
 
+def loop_layer(module: str) -> int:
+    folder = module.removeprefix("loop.").split(".")[0]
+    return LOOP_LAYERS.index(folder if folder in LOOP_LAYERS else "")
+
+
 def own_imports(path: Path) -> list[str]:
     return [
         name.removeprefix("ckpt_tools").lstrip(".")
@@ -75,6 +81,13 @@ def test_a_folder_imports_only_from_the_folders_below_it(path: Path) -> None:
     for name in own_imports(path):
         is_lazy_name = dotted(path) == "" or layer(name) == LAYERS.index("")
         assert is_lazy_name or layer(name) <= layer(dotted(path)), f"{dotted(path)} imports {name}"
+
+
+@pytest.mark.parametrize("path", [f for f in FILES if "/loop/" in str(f)], ids=dotted)
+def test_a_folder_of_the_loop_imports_only_from_those_below_it(path: Path) -> None:
+    for name in own_imports(path):
+        is_below = loop_layer(name) <= loop_layer(dotted(path))
+        assert not name.startswith("loop.") or is_below, f"{dotted(path)} imports {name}"
 
 
 def test_every_folder_is_a_layer_and_few_files_are_loose() -> None:
@@ -165,7 +178,7 @@ def test_nobody_examines_attempts_and_destinations() -> None:
 TELLS_URLS = (
     "storage/base.py storage/__init__.py publish/destinations.py formats/registry.py cli/options.py"
     " operations/convert/huggingface.py operations/convert/options.py operations/inspect.py"
-    " operations/copy.py loop/arguments.py loop/export.py loop/manager.py loop/retention.py"
+    " operations/copy.py loop/arguments.py loop/saving/export.py loop/manager.py loop/steps/retention.py"
     " transfer/result.py transfer/transfer.py"
 ).split()
 STORES = ("LocalStore", "RemoteStore", "LocalRoot", "BucketRoot", "MemoryStore")

@@ -16,7 +16,7 @@ from ckpt_tools.core.catalog import key_path
 from ckpt_tools.errors import printable
 
 if TYPE_CHECKING:
-    from ckpt_tools.loop.retention import Pruned
+    from ckpt_tools.loop.steps.retention import Pruned
     from ckpt_tools.operations.copy import CopyResult
     from ckpt_tools.operations.inspect import Report, Total
     from ckpt_tools.operations.run_bytes import StepBytes

@@ -189,8 +189,8 @@ def prune(
     removed.
     """
     from ckpt_tools.cli import render
-    from ckpt_tools.loop.policy import Retention, refuse_unknown_metric
-    from ckpt_tools.loop.retention import prune_steps as operation
+    from ckpt_tools.loop.steps.policy import Retention, refuse_unknown_metric
+    from ckpt_tools.loop.steps.retention import prune_steps as operation
     from ckpt_tools.publish.destinations import open_root
 
     if (keep_best is None) != (metric is None) or (higher_is_better and metric is None):
@@ -242,7 +242,7 @@ def best(
     are listed on stderr. Exit status 10 if no step is left.
     """
     from ckpt_tools.cli import render
-    from ckpt_tools.loop.policy import metric_of, ranked, refuse_unknown_metric
+    from ckpt_tools.loop.steps.policy import metric_of, ranked, refuse_unknown_metric
     from ckpt_tools.publish.destinations import open_root
 
     where = open_root(root, parse_storage_options(storage_option))
@@ -342,7 +342,7 @@ def pin(
 
     Neither prune nor a training's retention removes it.
     """
-    from ckpt_tools.loop.retention import pin_step as operation
+    from ckpt_tools.loop.steps.retention import pin_step as operation
 
     is_new = operation(step, parse_storage_options(storage_option), remove)
     if not quiet:

@@ -26,7 +26,7 @@ from ckpt_tools.core.logs import log
 from ckpt_tools.errors import PlanError
 from ckpt_tools.integrations.common import options_of, ours
 from ckpt_tools.loop.manager import CheckpointManager
-from ckpt_tools.loop.state_dict import PerRank, RngState
+from ckpt_tools.loop.state.state_dict import PerRank, RngState
 from ckpt_tools.storage import is_url
 
 _managers: WeakKeyDictionary[Any, dict[str, tuple[CheckpointManager, Any]]] = WeakKeyDictionary()

@@ -11,9 +11,9 @@ from typing import Any
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import NotACheckpointError, printable
 from ckpt_tools.formats.base import note_of
-from ckpt_tools.loop.load import load
+from ckpt_tools.loop.loading.load import load
+from ckpt_tools.loop.loading.reader import open_checkpoint
 from ckpt_tools.loop.manager import CheckpointManager
-from ckpt_tools.loop.reader import open_checkpoint
 from ckpt_tools.operations.convert.convert import convert
 from ckpt_tools.publish.steps import number_in
 from ckpt_tools.storage import is_url

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import PlanError, UnsafePickleError, printable
 from ckpt_tools.integrations.common import options_of, ours
-from ckpt_tools.loop.load import load
+from ckpt_tools.loop.loading.load import load
+from ckpt_tools.loop.loading.reader import open_checkpoint
 from ckpt_tools.loop.manager import CheckpointManager
-from ckpt_tools.loop.reader import open_checkpoint
-from ckpt_tools.loop.single_save import save
+from ckpt_tools.loop.saving.single_save import save
 from ckpt_tools.publish.steps import number_in
 from ckpt_tools.storage import is_url
 

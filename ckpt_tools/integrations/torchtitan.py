@@ -20,9 +20,9 @@ from torchtitan.tools import filesystem
 
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, PlanError, StorageError
 from ckpt_tools.integrations.common import options_of
-from ckpt_tools.loop.load import load
+from ckpt_tools.loop.loading.load import load
 from ckpt_tools.loop.manager import CheckpointManager
-from ckpt_tools.loop.runs import latest, steps
+from ckpt_tools.loop.steps.runs import latest, steps
 from ckpt_tools.operations.merge_reshard import merge
 from ckpt_tools.storage import is_url
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt_tools.errors import redacted
-from ckpt_tools.loop.save import SaveReport
+from ckpt_tools.loop.saving.save import SaveReport
 from ckpt_tools.storage import is_url
 
 

@@ -29,7 +29,7 @@ from ckpt_tools.integrations.common import (
     put_model,
 )
 from ckpt_tools.loop.manager import CheckpointManager
-from ckpt_tools.loop.state_dict import RngState
+from ckpt_tools.loop.state.state_dict import RngState
 from ckpt_tools.publish.steps import number_in
 
 _PREFIX, _STATE = "checkpoint-", "trainer_state.json"

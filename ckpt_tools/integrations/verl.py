@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.integrations.common import contents, ours
-from ckpt_tools.loop.load import load
-from ckpt_tools.loop.single_save import save
-from ckpt_tools.loop.state_dict import TRAINABLE, RngState
+from ckpt_tools.loop.loading.load import load
+from ckpt_tools.loop.saving.single_save import save
+from ckpt_tools.loop.state.state_dict import TRAINABLE, RngState
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.storage import is_url
 

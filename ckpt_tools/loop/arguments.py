@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from ckpt_tools.errors import PlanError
-from ckpt_tools.loop.policy import Retention
+from ckpt_tools.loop.steps.policy import Retention
 from ckpt_tools.publish.steps import STEP_FORMATS, number_in
 from ckpt_tools.storage import check_url, is_url
 
@@ -23,19 +22,6 @@ def check_step(step: int) -> int:
     if isinstance(step, bool) or not 0 <= number < _MAX_STEP:
         raise ValueError(f"step: expected an integer from 0 on, below 10**18, got {step!r}")
     return number
-
-
-def check_state(state: object) -> None:
-    """Refuses a state that is no dict, before anything is read.
-
-    Raises:
-        PlanError: it is, for example, a module.
-    """
-    if not isinstance(state, Mapping):
-        raise PlanError(
-            f"a state is a dict, got a {type(state).__name__}",
-            hint='give each object a name: {"model": model, "optimizer": optimizer}',
-        )
 
 
 def shown_choice(only: str | Callable[[str], bool]) -> str:

@@ -51,22 +51,22 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.pickle.state import plain_path
 from ckpt_tools.formats.registry import Source
-from ckpt_tools.loop.archives import check_loadable, unpack
-from ckpt_tools.loop.load_request import LoadReport
-from ckpt_tools.loop.proof import LoadProof
-from ckpt_tools.loop.read_shards import fill
-from ckpt_tools.loop.shards import Shard
-from ckpt_tools.loop.staging import Stage
-from ckpt_tools.loop.write import (
+from ckpt_tools.loop.loading.load_request import LoadReport
+from ckpt_tools.loop.loading.proof import LoadProof
+from ckpt_tools.loop.loading.read_shards import fill
+from ckpt_tools.loop.saving.write import (
     NOTHING,
     RankFile,
     SavedObject,
-    ShardInfo,
     commit,
     describe,
     plan_file,
     write_part,
 )
+from ckpt_tools.loop.state.archives import check_loadable, unpack
+from ckpt_tools.loop.state.shard_info import ShardInfo
+from ckpt_tools.loop.state.shards import Shard
+from ckpt_tools.loop.state.staging import Stage
 from ckpt_tools.publish.base import Attempt as Staged
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.destinations import open_destination
@@ -188,7 +188,7 @@ class StorageWriter(storage.StorageWriter):
         staged = self._staged or target.join(order.attempt)
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
-        pieces = [_offer(item) for item in tensors]
+        pieces = [_info(item) for item in tensors]
         values = [planner.resolve_data(item) for item in plan.items]
         for item, value in zip(plan.items, values, strict=True):
             if isinstance(value, io.BytesIO) and not self._trust_pickle:
@@ -276,7 +276,7 @@ def _box(chunk: ChunkStorageMetadata) -> Box:
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-def _offer(item: WriteItem) -> ShardInfo:
+def _info(item: WriteItem) -> ShardInfo:
     data = item.tensor_data
     assert data is not None
     dtype = str(data.properties.dtype).removeprefix("torch.")

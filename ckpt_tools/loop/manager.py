@@ -33,35 +33,36 @@ from ckpt_tools.errors import (
     StorageError,
     printable,
 )
-from ckpt_tools.loop import at_exit, rollback
+from ckpt_tools.loop import at_exit
 from ckpt_tools.loop.arguments import (
     check_choice,
     check_manager,
     check_name,
-    check_state,
     check_step,
     chosen_rules,
     shown_choice,
 )
-from ckpt_tools.loop.background import BackgroundWriter, PendingSave
-from ckpt_tools.loop.candidates import Candidates
-from ckpt_tools.loop.collect import Collected, Collector, SaveRequest
-from ckpt_tools.loop.export import Exporter, HuggingFace
-from ckpt_tools.loop.hooks import Hooks, OnCommit, OnError
-from ckpt_tools.loop.late_staging import LateStaging
-from ckpt_tools.loop.limits import WriteLimits
-from ckpt_tools.loop.load import load_into
-from ckpt_tools.loop.load_request import LoadReport, LoadRequest, OnMismatch
-from ckpt_tools.loop.mirror import Mirror
+from ckpt_tools.loop.loading.load import load_into
+from ckpt_tools.loop.loading.load_request import LoadReport, LoadRequest, OnMismatch
 from ckpt_tools.loop.on_exception import saved_on_exception
-from ckpt_tools.loop.policy import Retention
 from ckpt_tools.loop.preemption import Preemption
-from ckpt_tools.loop.save import SaveReport
+from ckpt_tools.loop.saving.background import BackgroundWriter, PendingSave
+from ckpt_tools.loop.saving.collect import Collected, Collector, SaveRequest
+from ckpt_tools.loop.saving.export import Exporter, HuggingFace
+from ckpt_tools.loop.saving.hooks import Hooks, OnCommit, OnError
+from ckpt_tools.loop.saving.limits import WriteLimits
+from ckpt_tools.loop.saving.save import SaveReport
 from ckpt_tools.loop.schedule import SaveSchedule
 from ckpt_tools.loop.search import StepSearch
 from ckpt_tools.loop.signals import SignalWatch
-from ckpt_tools.loop.staging import Stage, StagedTensors
-from ckpt_tools.loop.waiting import retry_outage
+from ckpt_tools.loop.state.late_staging import LateStaging
+from ckpt_tools.loop.state.staging import Stage, StagedTensors
+from ckpt_tools.loop.state.state_dict import check_state
+from ckpt_tools.loop.steps import rollback
+from ckpt_tools.loop.steps.candidates import Candidates
+from ckpt_tools.loop.steps.mirror import Mirror
+from ckpt_tools.loop.steps.policy import Retention
+from ckpt_tools.loop.steps.waiting import retry_outage
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.run_root import RunRoot

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, PeerError, printable
 from ckpt_tools.loop.arguments import check_step
-from ckpt_tools.loop.waiting import with_hint
+from ckpt_tools.loop.steps.waiting import with_hint
 from ckpt_tools.ranks.gloo import GlooGroup
 
 _SHOWN = 200  # characters of an exception

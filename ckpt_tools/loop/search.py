@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import CatalogError, FormatError, IntegrityError, PeerError
-from ckpt_tools.loop.background import tries_again
-from ckpt_tools.loop.candidates import Candidates, Chosen
-from ckpt_tools.loop.load_request import LoadReport
-from ckpt_tools.loop.waiting import retry_outage
+from ckpt_tools.loop.loading.load_request import LoadReport
+from ckpt_tools.loop.steps.candidates import Candidates, Chosen
+from ckpt_tools.loop.steps.waiting import retry_outage, tries_again
 from ckpt_tools.operations.verify import verify as verify_checkpoint
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import damage, find_step

@@ -26,7 +26,7 @@ from ckpt_tools import (
 )
 from ckpt_tools.core.box import bands, flat_range_boxes, whole
 from ckpt_tools.formats.pickle import write as pickle_write
-from ckpt_tools.loop.archives import pack, unpack
+from ckpt_tools.loop.state.archives import pack, unpack
 from tests.attacks.hostile import (
     GIB,
     entries,
@@ -52,7 +52,7 @@ def test_an_object_does_not_allocate_more_than_it_has(
 ) -> None:
     torch_file(tmp_path / "o.pt", data)
     code = (
-        "import sys; from pathlib import Path; from ckpt_tools.loop.archives import unpack;"
+        "import sys; from pathlib import Path; from ckpt_tools.loop.state.archives import unpack;"
         " unpack(Path(sys.argv[1]).read_bytes(), 'o', False)"
     )
     done = limited(code, tmp_path / "o.pt", memory=4 * GIB)

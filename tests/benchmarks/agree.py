@@ -27,15 +27,15 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from ckpt_tools.core.box import Box
 from ckpt_tools.formats.dcp.metadata import ItemLocation
-from ckpt_tools.loop.save import RankNames, SaveLayout, _prints, _seal, assign
-from ckpt_tools.loop.write import RankFile, ShardInfo, commit, describe, plan_file
+from ckpt_tools.loop.saving.save import RankNames, SaveLayout, _prints, _seal, assign
+from ckpt_tools.loop.saving.write import RankFile, ShardInfo, commit, describe, plan_file
 from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.storage import write_file
 
 ROWS, COLUMNS = 4096, 64
 
 
-def offers_of(rank: int, num_ranks: int, num_tensors: int) -> tuple[ShardInfo, ...]:
+def shard_infos(rank: int, num_ranks: int, num_tensors: int) -> tuple[ShardInfo, ...]:
     step = -(-ROWS // num_ranks)
     low, high = min(ROWS, rank * step), min(ROWS, (rank + 1) * step)
     box = Box((low, 0), (high - low, COLUMNS))
@@ -49,22 +49,22 @@ def ours(num_ranks: int, num_tensors: int) -> tuple[float, int, float, int]:
     """Returns seconds and bytes on rank 0 of a first save, and of the second."""
     sent = [
         pickle.dumps(
-            (offers_of(r, num_ranks, num_tensors), ("step",) if r == 0 else (), {}), protocol=4
+            (shard_infos(r, num_ranks, num_tensors), ("step",) if r == 0 else (), {}), protocol=4
         )
         for r in range(num_ranks)
     ]
-    paths = {o.fqn: tuple(o.fqn.split(".")) for o in offers_of(0, num_ranks, num_tensors)}
+    paths = {o.fqn: tuple(o.fqn.split(".")) for o in shard_infos(0, num_ranks, num_tensors)}
     began = time.perf_counter()
     gathered = [pickle.loads(s) for s in sent]
     tasks, head = assign([g[0] for g in gathered], [g[1] for g in gathered], paths)
     tasks_sent = [pickle.dumps(t, protocol=4) for t in tasks]
-    file = plan_file(0, [gathered[0][0][i] for i in tasks[0].offers])
+    file = plan_file(0, [gathered[0][0][i] for i in tasks[0].infos])
     planned = time.perf_counter() - began
     names = RankNames(gathered[0][0], ("step",), ("step",), paths)
     layout = SaveLayout(names, tasks[0], file, head)
     parts = [RankFile(1000, 1, (), ((900, 100),) if r == 0 else (), {}) for r in range(num_ranks)]
     attempt = str(uuid.uuid4())
-    shares = {offer.fqn: 1 for offer in gathered[0][0]}
+    shares = {info.fqn: 1 for info in gathered[0][0]}
     with tempfile.TemporaryDirectory() as folder:
         target = open_destination(Path(folder) / "step-00000001")
         with target.stage(attempt, False) as staged:
@@ -103,7 +103,7 @@ def stock(num_ranks: int, num_tensors: int) -> tuple[float, int]:
                     torch.Size(o.shape),
                 ),
             )
-            for o in offers_of(rank, num_ranks, num_tensors)
+            for o in shard_infos(rank, num_ranks, num_tensors)
         ]
         plans.append(pickle.dumps(SavePlan(items), protocol=4))
     began = time.perf_counter()

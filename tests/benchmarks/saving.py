@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ckpt_tools import CheckpointManager
-from ckpt_tools.loop.shards import as_bytes
+from ckpt_tools.loop.state.shards import as_bytes
 from tests.dist import device
 
 try:

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ckpt_tools import CheckpointError, IntegrityError, PeerError
 from ckpt_tools.ranks.gloo import GlooGroup
-from ckpt_tools.loop.load import load_into
-from ckpt_tools.loop.load_request import LoadRequest
+from ckpt_tools.loop.loading.load import load_into
+from ckpt_tools.loop.loading.load_request import LoadRequest
 from tests.dist import device
 
 LAYOUTS = {

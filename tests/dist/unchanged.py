@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 from ckpt_tools import CheckpointManager
-from ckpt_tools.loop import state_dict as exporting
+from ckpt_tools.loop.state import state_dict as exporting
 from tests.dist import device
 from tests.loop.test_state_cache import check, flat
 

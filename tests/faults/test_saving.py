@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from ckpt_tools import CheckpointManager, StorageError
-from ckpt_tools.loop.policy import Retention
-from ckpt_tools.loop.retention import prune_steps
+from ckpt_tools.loop.steps.policy import Retention
+from ckpt_tools.loop.steps.retention import prune_steps
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import damage, list_steps
 from tests.command import run_job

@@ -18,7 +18,7 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError, PlanError, Retention
-from ckpt_tools.loop.retention import prune_steps, removable
+from ckpt_tools.loop.steps.retention import prune_steps, removable
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import Step, list_steps
 from tests.conftest import torchrun

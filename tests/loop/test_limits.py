@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckpt_tools import CheckpointManager
-from ckpt_tools.loop.limits import Throttle
+from ckpt_tools.loop.saving.limits import Throttle
 from tests.stock import assert_stock_torch_reads
 
 STATE = {"w": torch.arange(1 << 20, dtype=torch.float32)}  # 4 MiB

@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset
 
 from ckpt_tools import PlanError
-from ckpt_tools.loop.loader_states import deal_in_turn
+from ckpt_tools.loop.state.loader_states import deal_in_turn
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

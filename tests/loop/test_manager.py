@@ -32,7 +32,7 @@ from ckpt_tools import (
     StorageError,
     UnsafePickleError,
 )
-from ckpt_tools.loop.staging import Stage
+from ckpt_tools.loop.state.staging import Stage
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import list_steps
 
@@ -122,7 +122,7 @@ def test_what_goes_through_other_memory_is_loaded_in_batches_and_proved_all_the_
     monkeypatch.setattr(Stage, "fill", counted)
     for most_nbytes, num_batches in ((1 << 30, 1), (6000, 8), (1, 12)):
         batches.clear()
-        monkeypatch.setattr("ckpt_tools.loop.read_shards._BATCH_BYTES", most_nbytes)
+        monkeypatch.setattr("ckpt_tools.loop.loading.read_shards._BATCH_BYTES", most_nbytes)
         got = {
             name: (
                 torch.zeros_like(value).mT.contiguous().mT

@@ -214,8 +214,8 @@ def test_waiting_for_a_slow_store_is_said(
 ) -> None:
     server, gate = away
     server.bucket("slow")
-    monkeypatch.setattr("ckpt_tools.loop.waiting.FIRST_WORD_S", 0.2)
-    monkeypatch.setattr("ckpt_tools.loop.waiting.NEXT_WORD_S", 0.5)
+    monkeypatch.setattr("ckpt_tools.loop.steps.waiting.FIRST_WORD_S", 0.2)
+    monkeypatch.setattr("ckpt_tools.loop.steps.waiting.NEXT_WORD_S", 0.5)
     with CheckpointManager("s3://slow/run", storage_options=server.options) as checkpoints:
         gate.shut()
         checkpoints.save(1, state())

@@ -16,7 +16,7 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PlanError, SaveReport, StorageError
-from ckpt_tools.loop.pack_objects import refuse_conflicts
+from ckpt_tools.loop.state.pack_objects import refuse_conflicts
 
 
 def adapted(seed: int = 0) -> nn.Module:

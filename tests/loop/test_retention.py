@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, NotACheckpointError, StorageError
-from ckpt_tools.loop.policy import Retention
-from ckpt_tools.loop.retention import pin_step, prune_steps, removable
+from ckpt_tools.loop.steps.policy import Retention
+from ckpt_tools.loop.steps.retention import pin_step, prune_steps, removable
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.steps import Step, list_steps, step_name

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt_tools import CheckpointManager
-from ckpt_tools.loop import state_dict as exporting
+from ckpt_tools.loop.state import state_dict as exporting
 from tests.stock import assert_stock_torch_reads
 
 Values = dict[str, Any]

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PlanError, StorageError
-from ckpt_tools.loop.retention import pin_step
+from ckpt_tools.loop.steps.retention import pin_step
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import find_latest, list_steps
 from tests.publish.test_bucket import names, save_locally
@@ -142,7 +142,7 @@ def test_a_step_that_made_way_for_nothing_comes_back(
     code = f"""
 import json, os, sys, torch
 from ckpt_tools import CheckpointManager
-from ckpt_tools.loop import background
+from ckpt_tools.loop.saving import background
 background.write = lambda *words, **more: os._exit(9)
 with CheckpointManager({root!r}, keep_last=None, storage_options=json.loads(sys.argv[1])) as checkpoints:
     checkpoints.resume({{"w": torch.zeros(3), "n": 0}}, step=10)

@@ -1,0 +1,1 @@
+"""Loads a checkpoint into a live state. Each rank reads the bytes of its own shards."""

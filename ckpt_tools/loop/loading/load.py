@@ -1,0 +1,522 @@
+"""Loads a checkpoint into a live state. Each rank reads only the bytes of its own shards.
+
+The saved and the present layout may differ. A load is a copy plan from the checkpoint's catalog
+into the shards' memory. Before it reads a byte, it lists everything that does not fit in one table.
+
+Imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckpt_tools.core.box import Box, whole
+from ckpt_tools.core.catalog import TensorEntry
+from ckpt_tools.core.laps import Laps, format_laps
+from ckpt_tools.core.logs import log
+from ckpt_tools.core.threads import num_threads
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.formats.pickle.state import plain_path
+from ckpt_tools.formats.registry import Source
+from ckpt_tools.loop.loading.divide import divide
+from ckpt_tools.loop.loading.load_request import LoadReport, LoadRequest, OnMismatch
+from ckpt_tools.loop.loading.match import (
+    Match,
+    check_unread,
+    int_keys,
+    match,
+    places_above,
+    root_of,
+    stored_state,
+)
+from ckpt_tools.loop.loading.numbers import name_numbers
+from ckpt_tools.loop.loading.proof import LoadProof
+from ckpt_tools.loop.loading.read_shards import empty_tensor, read_shards
+from ckpt_tools.loop.loading.rename import parameter_renamer, renamed, substituter
+from ckpt_tools.loop.loading.shared_read import read_together
+from ckpt_tools.loop.state.archives import unpack
+from ckpt_tools.loop.state.late_staging import hold_all
+from ckpt_tools.loop.state.loader_states import deal_in_turn
+from ckpt_tools.loop.state.objects import Key
+from ckpt_tools.loop.state.restore import restore, set_state_of_rank
+from ckpt_tools.loop.state.shards import Shard, alias_key, local_shards
+from ckpt_tools.loop.state.state_dict import (
+    STRUCTURE,
+    TRAINABLE,
+    PerRank,
+    PlacedPerRank,
+    check_state,
+    export,
+    flat_name,
+    holders_of,
+    name_of_rank,
+)
+from ckpt_tools.operations.arguments import checked
+from ckpt_tools.publish.manifest import Manifest, open_sealed, read_object
+from ckpt_tools.ranks.gloo import GlooGroup
+from ckpt_tools.storage.prefetch import GAP_BYTES
+
+
+@checked(names_only=("rename", "select"))
+def load(
+    path: str | os.PathLike[str],
+    state: MutableMapping[str, Any],
+    *,
+    select: Sequence[str] = (),
+    strict: bool = True,
+    cast: bool = False,
+    trust_pickle: bool = False,
+    rename: Mapping[str, str] | None = None,
+    on_mismatch: Mapping[str, OnMismatch] | None = None,
+    read_once: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout_s: float = 600.0,
+) -> LoadReport:
+    """Loads any checkpoint into a live state, for example pretrained weights into a sharded model.
+
+    It needs no run directory.
+
+    Args:
+        path: a path or a URL of any checkpoint that `ckpt` reads: safetensors (a file, or shards
+            with an index), DCP, Accelerate's directory.
+        state: for example `{"model": model}`. Plain values in it are replaced.
+        storage_options: options of the object store, in fsspec's form. Others come from the store's
+            own configuration.
+        process_group: the ranks that load together; all if None. Without an initialised
+            torch.distributed, this process alone.
+        timeout_s: how long ranks wait for each other before the missing one is named.
+        select, strict, cast, trust_pickle, rename, on_mismatch: as in `CheckpointManager.resume`.
+        read_once: as in `CheckpointManager`.
+
+    Raises:
+        PlanError: the checkpoint does not fit the state; the message is a table of everything that
+            does not.
+        CheckpointError: it is damaged or cannot be read; or another rank failed.
+    """
+    check_state(state)
+    request = LoadRequest(select, strict, cast, trust_pickle, rename or {}, on_mismatch or {})
+    group = GlooGroup(timeout_s, process_group)
+    try:
+        return load_into(path, state, group, request, read_once, storage_options)
+    finally:
+        group.close()
+
+
+def load_into(
+    path: str | os.PathLike[str],
+    state: MutableMapping[str, Any],
+    group: GlooGroup,
+    request: LoadRequest,
+    read_once: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    jobs: int | None = None,
+) -> LoadReport:
+    """Loads a checkpoint into modules, optimizers and values. All ranks of `group` call it.
+
+    Args:
+        path: any checkpoint that `ckpt` reads.
+        state: the state as given to `save`. Plain values in it are replaced.
+        group: the ranks that load together.
+        request: the entries to load, and how.
+        read_once: as in `CheckpointManager`.
+        storage_options: of the object store, as fsspec takes them.
+        jobs: threads.
+
+    Raises:
+        PlanError: the checkpoint does not fit the state; the message is a table of everything that
+            does not.
+        CheckpointError: it is damaged or cannot be read; or another rank failed.
+    """
+    job = _Load(state, group, request, num_threads(jobs, is_beside_training=True))
+    hold_all()
+    where, laps = printable(str(path)), Laps()
+    with group.phase(f"open {where}"):
+        shards = job.open(path, storage_options)
+    _refuse_extra(group, job.found, where)
+    laps.lap("open")
+    shards = _share(group, job, shards, read_once)
+    laps.lap("share")
+    with group.phase(f"read {where}"):
+        job.read(shards)
+        job.source.store.close()
+    job.proof.prove(group, where)
+    laps.lap("read")
+    with group.phase(f"restore {where}"):
+        job.restore()
+    laps.lap("restore")
+    job.report.timing = laps.seconds
+    log.info("loaded %s (%s)", where, format_laps(laps.seconds))
+    return job.report
+
+
+def _refuse_extra(group: GlooGroup, found: Match, where: str) -> None:
+    """Refuses stored names under the state's keys that no rank's state has.
+
+    Raises:
+        PlanError: there are such names.
+    """
+    what = f"compare the names of {where}"
+    if not group.sum([found.extra_error is not None], what)[0]:
+        return
+    everywhere = set.intersection(*map(set, group.all_gather(found.extra, what)))
+    with group.phase(what):
+        if everywhere and found.extra_error is not None:
+            raise found.extra_error
+
+
+class _Load:
+    """One load on one rank: `open`, `read` and `restore`, in this order."""
+
+    source: Source
+    manifest: Manifest | None
+    found: Match
+    report: LoadReport
+    proof: LoadProof
+
+    def __init__(
+        self, state: MutableMapping[str, Any], group: GlooGroup, request: LoadRequest, jobs: int
+    ) -> None:
+        self.state, self.group, self.request, self.jobs = state, group, request, jobs
+        self.made: dict[str, torch.Tensor] = {}  # tensors that the state lacks
+        # tensors that the user's functions fit to another shape
+        self.by_hand: dict[str, OnMismatch] = {}
+        self.values: dict[str, Any] = {}
+        self.of_rank: dict[str, tuple[Any] | None] = {}
+
+    def open(
+        self, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
+    ) -> list[Shard]:
+        """Opens the checkpoint, pairs its names with the state's, and returns shards to read."""
+        source, self.manifest = open_sealed(path, storage_options)
+        self.as_stored = source.catalog
+        catalog = renamed(source.catalog, self.request.rename)
+        values = replace(source, catalog=catalog)
+        self.named = name_numbers(
+            catalog,
+            holders_of(self.state),
+            lambda name: _read_object(values, name, self.request.trust_pickle),
+            self.request.wants,
+        )
+        self.source = source = replace(source, catalog=self.named.catalog)
+        self.proof = LoadProof(self.manifest, self.as_stored, source.catalog)
+        check_unread(source.catalog, self.state, self.request)
+        self.exported = exported = export(self.state, stored_state(source.catalog))
+        self.found = found = match(
+            exported,
+            source.catalog,
+            self.request,
+            str(source.path),
+            _lacks_frozen(self.manifest),
+        )
+        unread = [
+            f"{printable(n)} is {printable(kind)}, which is not read"
+            for n, kind in source.catalog.unread.items()
+        ]
+        self.report = LoadReport(str(source.path), notes=[*self.named.notes, *found.notes, *unread])
+        self.made = {
+            n: empty_tensor(source.catalog.tensors[n])
+            for n in found.new
+            if n in source.catalog.tensors
+        }
+        self.by_hand = {n: how for n, how in found.resized.items() if callable(how)}
+        tensors = {
+            n: exported.tensors[n] for n in found.tensors if n not in self.by_hand
+        } | self.made
+        self.report.num_tensors = len(tensors) + len(self.by_hand)
+        self.tensors = tensors
+        return _distinct(
+            [
+                _cut(s, source.catalog.tensors[found.tensors.get(s.fqn, s.fqn)])
+                for s in local_shards(tensors)
+            ]
+        )
+
+    def read(self, shards: Sequence[Shard]) -> None:
+        """Reads the shards into their memory, and the objects."""
+        source, found, exported, request = self.source, self.found, self.exported, self.request
+        read_shards(
+            source,
+            shards,
+            found.tensors,
+            self.jobs,
+            DEFAULT_MEMORY_BYTES,
+            self.report,
+            self.proof,
+        )
+        for name, how in self.by_hand.items():
+            _fit_by_hand(
+                source,
+                found.tensors[name],
+                name,
+                exported.tensors[name],
+                how,
+                request.cast,
+                self.jobs,
+                self.report,
+                self.proof,
+            )
+        by_stored = {
+            found.tensors.get(n, n): value for n, value in exported.tensors.items()
+        } | self.made
+        wanted = found.objects | {n: n for n in found.new if n in source.catalog.objects}
+        self.values = {
+            n: _read_object(source, stored, request.trust_pickle, by_stored)
+            for n, stored in wanted.items()
+        }
+        if request.rename:
+            _rename_params(
+                self.values, source, parameter_renamer(self.as_stored, substituter(request.rename))
+            )
+        self.values |= {
+            n: self.named.params[s] for n, s in wanted.items() if s in self.named.params
+        }
+        _check_alike(source, found)
+        self.report.num_objects = len(self.values)
+        self.of_rank = {
+            n: _per_rank(source, n, held.wrapper, self.group, request, self.report)
+            for n, held in exported.per_rank.items()
+            if request.wants(n)
+        }
+
+    def restore(self) -> None:
+        """Hands everything to the state."""
+        exported, report = self.exported, self.report
+        stored = {name: plain_path(path) for name, path in self.source.catalog.paths.items()}
+        current: dict[str, Any] = {**exported.tensors, **exported.objects}
+        names = [*current, *self.made, *self.values]
+        plain_values = {flat_name(path) for path in exported.plain}
+        # these become the stored values
+        replaced = {n for n in names if n in stored and places_above(n, plain_values)}
+        paths = {
+            n: (
+                stored[n]
+                if n in replaced
+                else exported.paths.get(n) or stored.get(n) or tuple(n.split("."))
+            )
+            for n in names
+        }
+        touched = {root_of(n, paths) for n in (*self.tensors, *self.values, *self.by_hand)}
+        left = self.found.gone | self._idle(paths)
+        given = {n: v for n, v in current.items() if root_of(n, paths) in touched and n not in left}
+        given |= self.made | self.values
+        manifest = self.manifest
+        # checkpoints of the manager keep integer keys
+        if manifest is None or manifest.operation != "save" or manifest.step is None:
+            int_keys(exported, given, paths, report.notes)
+        restore(self.state, given, paths)
+        for name, value in self.of_rank.items():
+            if value is not None:
+                _set_per_rank(self.state, exported.per_rank[name], value[0])
+        kept = [n for n in exported.kept if root_of(n, paths) in touched]
+        if kept:
+            shown = ", ".join(kept[:8]) + (" …" if len(kept) > 8 else "")
+            report.notes.append(
+                f"{len(kept)} buffers are not persistent, are in no checkpoint and keep what they"
+                f" have: {shown}"
+            )
+
+    def _idle(self, paths: Mapping[str, Key]) -> set[str]:
+        """Returns the names of new optimizer state memory that was not loaded."""
+        fresh = {flat_name(path) for path in self.exported.fresh}
+        loaded = {*self.tensors, *self.by_hand}
+        return {
+            n
+            for n in self.exported.tensors
+            if n not in loaded and flat_name(paths[n][:-1]) in fresh
+        }
+
+
+def _cut(shard: Shard, entry: TensorEntry) -> Shard:
+    """Returns the part of a shard that the checkpoint has, if its tensor was smaller."""
+    if shard.shape == entry.shape:
+        return shard
+    box = shard.box.intersect(whole(entry.shape)) or Box(
+        shard.box.offsets, (0,) * len(shard.box.sizes)
+    )
+    inner = tuple(
+        slice(o - p, o - p + n)
+        for o, p, n in zip(box.offsets, shard.box.offsets, box.sizes, strict=True)
+    )
+    offsets = box.offsets if box.numel else (0,) * len(box.offsets)
+    return Shard(shard.fqn, shard.dtype, entry.shape, Box(offsets, box.sizes), shard.tensor[inner])
+
+
+def _fit_by_hand(
+    source: Source,
+    stored: str,
+    name: str,
+    tensor: torch.Tensor,
+    how: OnMismatch,
+    cast: bool,
+    jobs: int,
+    report: LoadReport,
+    proof: LoadProof,
+) -> None:
+    """Reads a whole tensor and fits it to the state's shape with the user's function."""
+    entry = source.catalog.tensors[stored]
+    read_whole_tensor = empty_tensor(entry)
+    read_shards(
+        source,
+        local_shards({name: read_whole_tensor}),
+        {name: stored},
+        jobs,
+        DEFAULT_MEMORY_BYTES,
+        report,
+        proof,
+    )
+    assert callable(how)
+    made = how(read_whole_tensor, tuple(tensor.shape))
+    if not isinstance(made, torch.Tensor) or made.shape != tensor.shape:
+        got = list(made.shape) if isinstance(made, torch.Tensor) else type(made).__name__
+        raise PlanError(
+            f"the function of on_mismatch returned {got} for {printable(name)!r}: expected"
+            f" {list(tensor.shape)}"
+        )
+    if made.dtype != tensor.dtype and not cast:
+        raise PlanError(
+            f"the function of on_mismatch returned {made.dtype} for {printable(name)!r}: expected"
+            f" {tensor.dtype}",
+            hint="pass cast=True",
+        )
+    for shard in local_shards({name: tensor}):
+        inner = tuple(slice(o, e) for o, e in zip(shard.box.offsets, shard.box.ends, strict=True))
+        shard.tensor.copy_(made[inner])
+
+
+def _rename_params(values: dict[str, Any], source: Source, new_name: Callable[[str], str]) -> None:
+    """Renames the parameters in the lists of optimizer groups, as their states are renamed."""
+    for name, value in values.items():
+        path = plain_path(source.catalog.paths.get(name, ())) or tuple(name.split("."))
+        if (
+            path[-1] == "params"
+            and len(path) > 2
+            and path[-3] == "param_groups"
+            and isinstance(value, list)
+        ):
+            value[:] = [new_name(item) if isinstance(item, str) else item for item in value]
+
+
+def _share(
+    group: GlooGroup, job: _Load, shards: list[Shard], read_once: bool | None
+) -> list[Shard]:
+    """Reads shards together with other ranks if this pays; returns the remaining shards."""
+    source, report = job.source, job.report
+    is_remote = source.store.capabilities.is_remote
+    if group.size == 1 or not (is_remote if read_once is None else read_once):
+        return shards
+    near = group if read_once else group.of_host()
+    gap_nbytes = GAP_BYTES if is_remote else 0
+    division = divide(near, source.catalog, shards, job.found.tensors, gap_nbytes)
+    if not division.areas:
+        return shards
+    shared = {number: shard for number, shard in enumerate(shards) if number not in division.alone}
+    done = read_together(near, source, division, shared, job.jobs, DEFAULT_MEMORY_BYTES, job.proof)
+    if done is None:
+        source.store.close()  # the bytes may have been damaged on the way: read them again
+        return shards
+    report.read_nbytes, report.needed_nbytes, report.received_nbytes, report.num_proved = done
+    return [shard for number, shard in enumerate(shards) if number in division.alone]
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def _distinct(shards: Sequence[Shard]) -> list[Shard]:
+    """Returns the shards without those whose memory another shard fills already."""
+    seen: dict[Any, Shard] = {}
+    return [s for s in shards if (key := alias_key(s)) is None or seen.setdefault(key, s) is s]
+
+
+def _read_object(
+    source: Source, name: str, trust_pickle: bool, tensors: Mapping[str, Any] | None = None
+) -> Any:
+    """Reads an object. `tensors` has the tensors that it may refer to, by stored name."""
+    data = read_object(source.store, source.catalog.objects[name])
+    return unpack(
+        data,
+        name,
+        trust_pickle,
+        tensors.__getitem__ if tensors and name.endswith(f".{STRUCTURE}") else None,
+    )
+
+
+def _check_alike(source: Source, found: Match) -> None:
+    """Checks that the parameters of one group were saved with the same options."""
+    for ours, names in found.alike.items():
+        first, *others = (read_object(source.store, source.catalog.objects[n]) for n in names)
+        different = [n for n, data in zip(names[1:], others, strict=True) if data != first]
+        if different:
+            raise PlanError(
+                "parameters of one group were saved with different options:"
+                f" {printable(names[0])!r} and {printable(different[0])!r}",
+                hint=(
+                    f"group the parameters as they were when they were saved ({printable(ours)!r})"
+                ),
+            )
+
+
+def _per_rank(
+    source: Source,
+    name: str,
+    wrapper: PerRank,
+    group: GlooGroup,
+    request: LoadRequest,
+    report: LoadReport,
+) -> tuple[Any] | None:
+    """Returns this rank's state of a per-rank value; None if it keeps its present one."""
+    stored = 0
+    while name_of_rank(name, stored) in source.catalog.objects:
+        stored += 1
+    if stored == group.size:
+        return (_read_object(source, name_of_rank(name, group.rank), request.trust_pickle),)
+    what = (
+        f"{name}: the checkpoint has the states of {stored} rank{'s' * (stored != 1)}, this job has"
+        f" {group.size}"
+    )
+    if stored and (callable(wrapper.on_resize) or wrapper.on_resize == "round-robin"):
+        states = [
+            _read_object(source, name_of_rank(name, r), request.trust_pickle) for r in range(stored)
+        ]
+        if callable(wrapper.on_resize):
+            state, note = wrapper.on_resize(states, group.rank, group.size), "redistributed"
+        else:
+            state, note = deal_in_turn(states, group.rank, group.size)
+        report.notes.append(f"{what}; {note}")
+        return (state,)
+    if wrapper.on_resize == "refuse":
+        raise PlanError(
+            what,
+            hint=(
+                "PerRank(value, on_resize='reset') keeps each rank's own state; a function can"
+                " redistribute the states"
+            ),
+        )
+    report.notes.append(f"{what}; reset: every rank keeps its own")
+    return None
+
+
+def _lacks_frozen(manifest: Manifest | None) -> bool:
+    """Tells whether the save may have left out frozen parameters."""
+    return manifest is not None and manifest.source.get("only") in (TRAINABLE, "chosen")
+
+
+def _set_per_rank(state: Any, held: PlacedPerRank, value: Any) -> None:
+    holder = state
+    for key in held.path:
+        holder = (
+            holder[next(k for k in holder if str(k) == key)]
+            if isinstance(holder, Mapping)
+            else holder[key]
+        )
+    inner = holder.value if isinstance(holder, PerRank) else holder
+    made = set_state_of_rank(inner, value, held.path)
+    if isinstance(holder, PerRank):
+        holder.value = made

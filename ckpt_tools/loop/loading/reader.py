@@ -1,0 +1,260 @@
+"""Reads single tensors, or slices of them, from any checkpoint.
+
+Imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+import os
+from collections.abc import Iterator, Mapping
+from types import EllipsisType, TracebackType
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from ckpt_tools.core.box import Box, whole
+from ckpt_tools.core.catalog import TensorEntry
+from ckpt_tools.core.checksum import crc64nvme, hex64
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
+from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable
+from ckpt_tools.formats.registry import Source
+from ckpt_tools.loop.loading.load_request import LoadReport
+from ckpt_tools.loop.loading.read_shards import fill
+from ckpt_tools.loop.state.shards import Shard, as_bytes
+from ckpt_tools.operations.arguments import checked
+from ckpt_tools.publish.manifest import Manifest, open_sealed
+from ckpt_tools.storage import read
+
+Key = int | slice | EllipsisType
+
+_JOBS = 4
+_MAX_FILE_BYTES = 64 << 20
+
+
+class StoredTensor:
+    """A tensor in a checkpoint, which is read when it is asked for.
+
+    `tensor[2:5, 0]` reads a part of it, `torch()` and `numpy()` all of it.
+
+    Attributes:
+        name: its name in the checkpoint.
+        shape: its global shape.
+        dtype: the name of its element type, such as `bfloat16`.
+        nbytes: bytes of all elements.
+    """
+
+    def __init__(self, reader: Checkpoint, entry: TensorEntry) -> None:
+        self._reader, self._entry = reader, entry
+        self.name, self.shape, self.dtype = entry.fqn, entry.shape, entry.dtype.name
+        self.nbytes = whole(entry.shape).numel * entry.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"StoredTensor({printable(self.name)!r}, {self.dtype}, {list(self.shape)})"
+
+    def __getitem__(self, key: Key | tuple[Key, ...]) -> torch.Tensor:
+        """Reads a part of the tensor: only the bytes that it needs.
+
+        Args:
+            key: for each leading dim an index or a slice of step 1; `...` stands for whole dims.
+
+        Raises:
+            IndexError: it does not fit the shape.
+            TypeError: it is of another kind, such as a mask.
+            IntegrityError: a chunk that was read in full is damaged.
+        """
+        keys = _without_ellipsis(key if isinstance(key, tuple) else (key,), len(self.shape))
+        if len(keys) > len(self.shape):
+            raise IndexError(f"{len(keys)} indices for a tensor of {len(self.shape)} dims")
+        keys = (*keys, *(slice(None) for _ in self.shape[len(keys) :]))
+        ranges = [_range(k, size) for k, size in zip(keys, self.shape, strict=True)]
+        box = Box(tuple(r.start for r in ranges), tuple(len(r) for r in ranges))
+        sizes = [len(r) for k, r in zip(keys, ranges, strict=True) if isinstance(k, slice)]
+        return self._reader._read(self._entry, box).reshape(sizes)
+
+    def torch(self) -> torch.Tensor:
+        """Reads the whole tensor. A sealed one is compared with its fingerprint.
+
+        Raises:
+            IntegrityError: it is damaged.
+        """
+        value = self._reader._read(self._entry, whole(self.shape))
+        self._reader._prove(self._entry, value)
+        return value
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        """Reads the whole tensor for NumPy's functions."""
+        del copy  # it is always a new one
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """Reads the whole tensor as an array.
+
+        Raises:
+            PlanError: NumPy has no such element type.
+        """
+        try:
+            return self.torch().numpy()
+        except TypeError as error:
+            raise PlanError(
+                f"NumPy has no {self.dtype}: {printable(self.name)!r}",
+                hint="read it with torch(), and cast it: tensor.torch().float().numpy()",
+            ) from error
+
+
+class Checkpoint(Mapping[str, StoredTensor]):
+    """An opened checkpoint: its tensors by name. Nothing but metadata is read until you ask.
+
+    Use it in a `with` block, or call `close()`.
+
+    Attributes:
+        path: path or URL.
+        format: name of its format.
+        world_size: number of ranks that saved it; None if the format does not store it.
+    """
+
+    def __init__(self, source: Source, sealed: Manifest | None) -> None:
+        self._source, self._sealed = source, sealed
+        self.path, self.format = source.path, source.catalog.format
+        self.world_size = source.catalog.world_size
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({printable(self.path)!r}, {self.format}, {len(self)} tensors)"
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        """Returns a tensor; nothing is read yet.
+
+        Raises:
+            KeyError: there is no tensor of that name; the message has the nearest names.
+        """
+        if (entry := self._source.catalog.tensors.get(name)) is None:
+            raise KeyError(self._no_such(str(name)))
+        return StoredTensor(self, entry)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._source.catalog.tensors
+
+    def _no_such(self, name: str) -> str:
+        if name in self._source.catalog.objects:
+            return f"{printable(name)} is an object, no tensor: ckpt_tools.load reads it"
+        names = list(self._source.catalog.tensors)
+        near = difflib.get_close_matches(name, names[:2000], 3, 0.5) or names[:3]
+        shown = ", ".join(map(printable, near)) or "none"
+        return f"{printable(name)} is not in {printable(self.path)}; the nearest names: {shown}"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source.catalog.tensors)
+
+    def __len__(self) -> int:
+        return len(self._source.catalog.tensors)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def names(self) -> list[str]:
+        """Returns the names of all entries: tensors, and objects such as a scheduler's values."""
+        return [*self._source.catalog.tensors, *self._source.catalog.objects]
+
+    def file(self, name: str) -> bytes:
+        """Returns the contents of a small file of the checkpoint, such as a config.
+
+        Raises:
+            StorageError: there is no such file, or it is larger than 64 MiB.
+            IntegrityError: it is not what was sealed.
+        """
+        nbytes = self._source.store.size(name)
+        if nbytes > _MAX_FILE_BYTES:
+            raise StorageError(
+                f"a file is too large to be read whole: {nbytes} bytes ({printable(name)})"
+            )
+        data = read(self._source.store, name)
+        sealed = self._sealed.files.get(name) if self._sealed else None
+        if sealed is not None and sealed.crc64nvme != hex64(crc64nvme(data)):
+            raise IntegrityError(
+                f"a file is not what was sealed ({printable(name)!r} in {printable(self.path)})",
+                hint="ckpt verify says what is damaged",
+            )
+        return data
+
+    def close(self) -> None:
+        """Closes its files and connections."""
+        self._source.store.close()
+
+    def _read(self, entry: TensorEntry, box: Box) -> torch.Tensor:
+        tensor = torch.empty(box.sizes, dtype=getattr(torch, entry.dtype.name), device="cpu")
+        if box.numel:
+            shard = Shard(entry.fqn, entry.dtype, entry.shape, box, tensor)
+            fill(self._source, [shard], _JOBS, DEFAULT_MEMORY_BYTES, LoadReport(self.path))
+        return tensor
+
+    def _prove(self, entry: TensorEntry, value: torch.Tensor) -> None:
+        sealed = self._sealed.tensors.get(entry.fqn) if self._sealed else None
+        got = hex64(crc64nvme(as_bytes(value) or b""))
+        if sealed is not None and sealed.fingerprint != got:
+            raise IntegrityError(
+                f"a tensor is not what was sealed: expected fingerprint {sealed.fingerprint}, got"
+                f" {got} ({printable(entry.fqn)!r} in {printable(self.path)})",
+                hint="ckpt verify says what is damaged",
+            )
+
+
+@checked(name="open")
+def open_checkpoint(
+    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> Checkpoint:
+    """Opens a checkpoint of any format, to read single tensors or slices of them.
+
+    `ckpt_tools.open` is this function.
+
+    Args:
+        path: a path or a URL, as every verb of `ckpt` takes it.
+        storage_options: of the object store, as fsspec takes them.
+
+    Raises:
+        NotACheckpointError: there is none.
+        FormatError: its metadata is malformed.
+        CatalogError: it has holes, overlaps, or files that are missing or short.
+    """
+    return Checkpoint(*open_sealed(path, storage_options))
+
+
+def _without_ellipsis(keys: tuple[Key, ...], num_dims: int) -> tuple[int | slice, ...]:
+    """Returns the indices with whole dims in the place of `...`.
+
+    Raises:
+        TypeError: one is neither an integer nor a slice.
+    """
+    found: list[int | slice] = []
+    for key in keys:
+        if isinstance(key, EllipsisType):
+            found += [slice(None)] * (num_dims - len(keys) + 1)
+        elif isinstance(key, slice) or (hasattr(key, "__index__") and not isinstance(key, bool)):
+            found.append(key if isinstance(key, slice) else operator.index(key))
+        else:
+            raise TypeError(
+                f"a {type(key).__name__} is no index or slice: read the tensor with .torch() or"
+                " .numpy() first"
+            )
+    return tuple(found)
+
+
+def _range(key: int | slice, size: int) -> range:
+    """Returns the elements of one dim that an index or a slice means."""
+    if isinstance(key, slice):
+        start, stop, step = key.indices(size)
+        if step != 1:
+            raise IndexError("only slices of step 1 are read")
+        return range(start, max(start, stop))
+    if not -size <= key < size:
+        raise IndexError(f"index {key} is out of range for a dim of {size}")
+    return range(key % size, key % size + 1)

@@ -1,0 +1,396 @@
+"""Writes steps in a background thread.
+
+It retries during an outage. After a commit it completes a rollback, feeds the mirror and removes
+old steps.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckpt_tools.core.laps import format_laps
+from ckpt_tools.core.logs import log
+from ckpt_tools.errors import CheckpointError, printable
+from ckpt_tools.loop.saving.export import Exporter
+from ckpt_tools.loop.saving.hooks import Hooks
+from ckpt_tools.loop.saving.limits import WriteLimits
+from ckpt_tools.loop.saving.save import SaveExtras, SaveLayout, SaveReport, write
+from ckpt_tools.loop.state.archives import ReadBack
+from ckpt_tools.loop.state.staging import StagedTensors
+from ckpt_tools.loop.steps import rollback
+from ckpt_tools.loop.steps.candidates import Candidates
+from ckpt_tools.loop.steps.mirror import Mirror, Retained
+from ckpt_tools.loop.steps.policy import Retention
+from ckpt_tools.loop.steps.retention import remove_named, retain
+from ckpt_tools.loop.steps.waiting import tries_again, wait_for, with_hint
+from ckpt_tools.publish.base import Destination
+from ckpt_tools.publish.lock import RootLock
+from ckpt_tools.publish.manifest import find_manifest
+from ckpt_tools.publish.steps import STEP_FORMATS, name_some, step_name
+from ckpt_tools.publish.superseded import RollbackNote, write_note
+from ckpt_tools.ranks.gloo import GlooGroup
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSave:
+    """A step to write.
+
+    Attributes:
+        step: its number.
+        name: of its directory.
+        is_numbered: whether the name is that of the step, so that retention, a mirror and a
+            rollback concern it.
+        layout: as agreed.
+        staged: this rank's shards in host memory.
+        objects: packed objects of this rank.
+        overwrite: replace an existing step.
+        extras: files and metrics to add, and what was left out.
+        stall_s: seconds for which `save` has held the loop; 0 for a blocking save.
+    """
+
+    step: int
+    name: str
+    is_numbered: bool
+    layout: SaveLayout
+    staged: StagedTensors
+    objects: Mapping[str, bytes]
+    overwrite: bool
+    extras: SaveExtras
+    stall_s: float
+
+
+class BackgroundWriter:
+    """Writes the steps of a run, in the background or at once.
+
+    Attributes:
+        lock, mirror, exporter: only on rank 0, and only if the run has them.
+        resumed: a step that stays until a newer one is committed.
+        last_step: the newest step that was written or resumed from.
+        last_save: the report of the last save.
+        protected: numbers of steps that retention does not remove.
+    """
+
+    lock: RootLock | None = None
+    mirror: Mirror | None = None
+    exporter: Exporter | None = None
+    resumed: Path | str | None = None
+    last_step: int | None = None
+    last_save: SaveReport | None = None
+    _failures = 0
+    _before: tuple[SaveLayout | None, Path | str] = (None, "")
+    _told: set[str]
+    _running: Future[SaveReport] | None = None
+    _pool: ThreadPoolExecutor | None = None
+
+    def __init__(
+        self,
+        candidates: Candidates,
+        jobs: int,
+        retry_s: float,
+        max_failures: int,
+        rules: Retention,
+        hooks: Hooks,
+        step_format: str,
+        limits: WriteLimits,
+    ) -> None:
+        """Stores the manager's settings.
+
+        Args:
+            candidates: the root, and the findings of `resume`.
+            jobs, retry_s, max_failures: as for the manager.
+            rules: which steps stay.
+            hooks: called after each commit and each failure.
+            step_format: of the names of steps.
+            limits: of saves in the background.
+        """
+        self.limits = limits
+        self.candidates, self.root = candidates, candidates.root
+        self.jobs, self.retry_s, self.max_failures, self.rules = jobs, retry_s, max_failures, rules
+        self._hooks, self._format, self.protected = hooks, step_format, set[int]()
+        self._read_back, self._told = ReadBack(), set[str]()  # warnings on the store, logged once
+        self._is_waited_for = threading.Event()
+
+    @property
+    def is_busy(self) -> bool:
+        """Tells whether a save is being written in the background."""
+        return self._running is not None and not self._running.done()
+
+    def name(self, step: int) -> str:
+        """Returns the name of a step's directory."""
+        return step_name(step, self._format)
+
+    def target(self, name: str) -> Destination:
+        """Returns the destination of a step, by its name."""
+        return self.root.destination(name)
+
+    def is_taken(self, name: str) -> bool:
+        """Tells whether the run has a step that no save may replace.
+
+        Some roots are not asked while the loop waits: their commit refuses such a save.
+        """
+        is_left = self.candidates.branch is not None and name in self.candidates.branch[1]
+        target = self.target(name)
+        return (
+            not self.root.checks_at_commit
+            and not is_left
+            and target.url not in self.candidates.passed
+            and target.exists()
+        )
+
+    def refuse_older(self, step: int) -> None:
+        """Refuses a job's first step if the run has a newer one; see `Candidates.refuse_older`."""
+        if self.last_step is None:
+            self.candidates.refuse_older(step)
+
+    def submit(self, save: PendingSave, group: GlooGroup) -> None:
+        """Starts to write a step in the background."""
+        self._is_waited_for.clear()
+        self._running = self._background().submit(self.write, save, group, self.limits)
+
+    def _background(self) -> ThreadPoolExecutor:
+        """Returns the thread that writes steps and removes old ones.
+
+        Removal belongs in the background: freeing a gigabyte of page cache takes a sixth of a
+        second.
+        """
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "ckpt-save", self.limits.lower_priority)
+        return self._pool
+
+    def wait(self, is_last: bool = False) -> None:
+        """Waits until the background save is committed. `max_mbps` does not hold meanwhile.
+
+        Args:
+            is_last: no save follows, so any failure is raised.
+
+        Raises:
+            CheckpointError: it failed, and so did the `max_failures - 1` saves before it, which
+                were logged.
+        """
+        running = self._running
+        if running is None:
+            return
+        self._is_waited_for.set()
+        try:
+            wait_for(running, f"a save to {printable(str(self.root.path))}")
+        except BaseException as error:
+            if not running.done() or error is not running.exception():
+                raise  # an interrupted wait: the save still reads its memory
+            self._running = None
+            if not isinstance(error, CheckpointError):
+                raise
+            self._failures += 1
+            if is_last or self._failures >= self.max_failures:
+                self._failures = 0
+                raise
+            log.warning(
+                "a save failed, %d of at most %d in a row: %s",
+                self._failures,
+                self.max_failures - 1,
+                with_hint(error),
+            )
+        self._running = None
+
+    def write(
+        self, save: PendingSave, group: GlooGroup, limits: WriteLimits | None = None
+    ) -> SaveReport:
+        """Writes and commits a step, and retries while the store cannot be reached.
+
+        All ranks call it. `limits` are those of a save in the background.
+
+        Raises:
+            CheckpointError: it failed; nothing is visible then.
+        """
+        deadline, attempts = time.monotonic() + self.retry_s, list[str]()
+        while True:
+            attempts.append(group.broadcast(str(uuid.uuid4()), f"begin {save.name}"))
+            try:
+                report = self._try(save, group, attempts, limits or WriteLimits(self.jobs))
+                break
+            except BaseException as error:
+                if not tries_again(group, error, deadline, save.name, len(attempts)):
+                    if group.rank == 0:
+                        self._hooks.failed(save.step, error)
+                    raise
+        self._before = save.layout, self.root.step_path(save.name)
+        report.stall_s, report.metrics = save.stall_s or report.seconds, save.extras.metrics
+        self._failures, self.last_save = 0, report
+        if save.is_numbered:
+            self.last_step = save.step
+        self.candidates.passed.discard(report.path)
+        self._tell(save, report)
+        if group.rank == 0:
+            if save.is_numbered:
+                self._follow_up(save.step, report.path)
+            report.mirror_lag_steps = len(self.mirror.needed()) if self.mirror else 0
+            self._hooks.committed(report)
+        return report
+
+    def _tell(self, save: PendingSave, report: SaveReport) -> None:
+        """Logs the store's remarks, each once, and tensors that are not finite."""
+        for note in report.notes:
+            if note not in self._told:
+                log.warning("%s: %s", save.name, note)
+        self._told.update(report.notes)
+        log.info(
+            "saved %s: %d bytes in %.2f s (%s)",
+            save.name,
+            report.nbytes,
+            report.seconds,
+            format_laps(report.timing),
+        )
+        if report.not_finite:
+            log.warning("%s is not finite: %s", save.name, name_some(report.not_finite))
+
+    def _try(
+        self,
+        save: PendingSave,
+        group: GlooGroup,
+        attempts: Sequence[str],
+        limits: WriteLimits,
+    ) -> SaveReport:
+        target, what = self.target(save.name), save.name
+        is_there = False
+        with group.phase(f"begin {what}"):
+            self._read_back.check(save.objects)
+            memory = save.staged.wait()
+            if group.rank == 0:
+                self._check_lock()
+                # an earlier attempt has committed, but its reply was lost in an outage
+                is_there = len(attempts) > 1 and _attempt_of(target) in attempts[:-1]
+                if save.is_numbered and self.root.checks_at_commit and not save.overwrite:
+                    self.refuse_older(save.step)
+                if save.is_numbered and self.candidates.branch is not None and not is_there:
+                    note = RollbackNote(what, attempts[-1], *self.candidates.branch)
+                    write_note(self.root, note)
+                    rollback.make_way(self.root, note)
+        if group.broadcast(is_there, f"begin {what}"):
+            return SaveReport(target.url, 0, step=save.step)
+        overwrite = save.overwrite or target.url in self.candidates.passed
+        return write(
+            group,
+            target,
+            save.step,
+            save.layout,
+            memory,
+            save.objects,
+            limits.jobs,
+            attempts[-1],
+            self._check_lock,
+            overwrite,
+            replace(
+                save.extras,
+                before=self._step_before(save.layout),
+                timing=_with_copy(save.extras.timing, save.staged.waited_s),
+            ),
+            limits.throttle(self._is_waited_for),
+        )
+
+    def _step_before(self, layout: SaveLayout) -> Path | None:
+        """Returns the step that was written last, if it is on a disk and has the same layout."""
+        known, path = self._before
+        return path if known is layout and isinstance(path, Path) else None
+
+    def refuse_hooks(self, method: str) -> None:
+        """Refuses a call from a hook, which would wait for itself.
+
+        Raises:
+            CheckpointError: a hook runs in this thread.
+        """
+        if self._hooks.is_calling:
+            raise CheckpointError(
+                f"{method} was called by on_commit or on_error, and would wait for itself",
+                hint="set a flag there, and call it in the training loop",
+            )
+
+    def remove(self, name: str) -> None:
+        """Removes a checkpoint in the background, once the save under way is committed.
+
+        If that save fails, or the one before it has failed, the checkpoint stays.
+        """
+        self._background().submit(self._remove, name, self._running, self._failures)
+
+    def _remove(self, name: str, running: Future[SaveReport] | None, failures: int) -> None:
+        if failures or (running is not None and running.exception() is not None):
+            log.warning("%s stays, since the save after it has failed", printable(name))
+            return
+        try:
+            self._check_lock()
+            if reason := remove_named(self.root, name):
+                log.warning("%s stays: %s", printable(name), reason)
+        except (CheckpointError, OSError) as error:
+            log.warning("could not remove %s: %s", printable(name), with_hint(error))
+
+    def _check_lock(self) -> None:
+        if self.lock is not None:
+            self.lock.check()
+
+    def _follow_up(self, step: int, path: str) -> None:
+        """Completes a rollback, feeds the mirror and removes old steps, after rank 0's commit."""
+        if self.candidates.branch is not None:
+            self.candidates.branch = None
+            try:
+                rollback.complete(self.root)
+            except (CheckpointError, OSError) as error:
+                log.warning(
+                    "could not set aside the steps of the branch before; the next start does: %s",
+                    with_hint(error),
+                )
+        if self.mirror is not None:
+            self.mirror.add(step, Path(path))
+        if self.exporter is not None:
+            self.exporter.add(step, path)
+        self._background().submit(self._retain)
+
+    def _retain(self) -> None:
+        """Removes old steps. A failure is only a warning, since the save is committed."""
+        kept = [
+            *([self.resumed] if self.resumed else []),
+            *([self.last_save.path] if self.last_save else []),
+            *(self.mirror.needed() if self.mirror else []),
+            *(self.exporter.needed() if self.exporter else []),
+            *(
+                self.root.step_path(step_name(step, form))
+                for step in set(self.protected)
+                for form in STEP_FORMATS
+            ),
+        ]
+        if retain(self.root, self.rules, kept, self._told, self.candidates.passed):
+            self.resumed = None  # a newer one is committed
+
+    def retain_copied(self) -> None:
+        """Removes old steps that stayed only until they were copied. Rank 0 calls it at the end."""
+        if self.last_save is not None and (self.mirror or self.exporter):
+            self._background().submit(self._retain).result()
+
+    @property
+    def retained(self) -> Retained:
+        """Which steps stay, and numbers of steps that always stay."""
+        return self.rules, set(self.protected)
+
+    def close(self) -> None:
+        """Ends the thread after its last task."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+
+def _with_copy(timing: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """Returns the seconds of the phases, with those for which the copy was waited for."""
+    return {**timing, "copy": timing.get("copy", 0.0) + seconds}
+
+
+def _attempt_of(target: Destination) -> str:
+    """Returns the attempt that wrote the checkpoint at a destination; "" if there is none."""
+    store, _ = target.existing_result()
+    try:
+        manifest = find_manifest(store) if target.exists() else None
+    finally:
+        store.close()
+    return manifest.attempt if manifest else ""

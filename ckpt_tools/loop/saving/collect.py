@@ -1,0 +1,131 @@
+"""Collects what a save writes: this rank's shards and objects, and the layout of all ranks.
+
+Between two saves of a loop, only values change. Then the ranks exchange two numbers here: how many
+have failed, and for how many something else has changed.
+
+Imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt_tools.core.laps import Laps
+from ckpt_tools.loop.saving.save import RankNames, SaveExtras, SaveLayout, agree_layout, extras_of
+from ckpt_tools.loop.state.optimizers import StateOwners
+from ckpt_tools.loop.state.pack_objects import checksums, pack_objects, refuse_conflicts
+from ckpt_tools.loop.state.shard_info import shard_infos
+from ckpt_tools.loop.state.shards import local_shards
+from ckpt_tools.loop.state.state_cache import RankShards, StateCache
+from ckpt_tools.loop.state.state_dict import ExportedState, export
+from ckpt_tools.ranks.gloo import GlooGroup
+
+Files = Mapping[str, bytes] | Callable[[], Mapping[str, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What a caller of `CheckpointManager.save` wants; see there.
+
+    Attributes:
+        what: name of the step's directory.
+        check: raises if the step cannot be saved. Rank 0 calls it.
+    """
+
+    what: str
+    state: Mapping[str, Any]
+    only: str | Callable[[str], bool]
+    files: Files | None
+    metrics: Mapping[str, float] | None
+    statistics: bool
+    names_differ: bool
+    check: Callable[[], None]
+
+
+class Collected(NamedTuple):
+    """What this rank has for a save.
+
+    Attributes:
+        extras: files, metrics and the like.
+        tensors: that this rank writes, in the order of its task.
+        objects: packed, by name.
+        layout: as agreed by all ranks.
+        owners: the modules, tensors and optimizers of the state.
+    """
+
+    extras: SaveExtras
+    tensors: list[torch.Tensor]
+    objects: Mapping[str, bytes]
+    layout: SaveLayout
+    owners: StateOwners
+
+
+class Collector:
+    """Collects the states of one loop, and remembers what stays the same."""
+
+    def __init__(self, group: GlooGroup) -> None:
+        """Stores the group of all ranks."""
+        self._group, self._cache = group, StateCache()
+        self._layout: SaveLayout | None = None
+
+    def collect(self, request: SaveRequest, laps: Laps) -> Collected:
+        """Returns this rank's part of a save. All ranks call it.
+
+        Raises:
+            CheckpointError: a rank cannot save its state, or ranks disagree about it.
+        """
+        rank, named, below = self._group.rank, list[dict[str, int]](), None
+        with self._group.phase(f"collect the state for {request.what}") as votes:
+            extras = self._extras(request)
+            exported, found = self._export(request)
+            if not request.names_differ:
+                objects, paths = pack_objects(exported, rank)
+                names = RankNames(found.infos, tuple(objects), _values(exported), paths)
+                votes.mine = self._layout is None or names != self._layout.names
+        laps.lap("collect")
+        if request.names_differ:
+            with self._group.phase(f"collect the values for {request.what}"):
+                mine = checksums(exported)
+            named = self._group.all_gather(mine, "share the names of values")
+            below = {n for names in named[:rank] for n in names}
+            with self._group.phase(f"collect the values for {request.what}"):
+                refuse_conflicts(named)
+                objects, paths = pack_objects(exported, rank, below)
+                values = _values(exported, names_differ=True)
+                names = RankNames(found.infos, tuple(objects), values, paths)
+        if votes.num_yes or request.names_differ:
+            self._layout = None  # an interrupted agreement leaves none
+            self._layout = agree_layout(self._group, names)
+        assert self._layout is not None
+        laps.lap("agree")
+        tensors = [found.tensors[number] for number in self._layout.task.shards]
+        return Collected(extras, tensors, objects, self._layout, exported.owners)
+
+    def _export(self, request: SaveRequest) -> tuple[ExportedState, RankShards]:
+        if request.only:
+            exported = export(request.state, only=request.only)
+            shards = local_shards(exported.tensors)
+            return exported, RankShards([shard.tensor for shard in shards], shard_infos(shards))
+        try:
+            exported = export(request.state, cache=self._cache)
+            return exported, self._cache.shards(exported.tensors)
+        finally:
+            self._cache.end()
+
+    def _extras(self, request: SaveRequest) -> SaveExtras:
+        if self._group.rank == 0:
+            request.check()
+        files = request.files
+        if callable(files):
+            files = files() if self._group.rank == 0 else None
+        return extras_of(request.only, files, request.metrics, request.statistics)
+
+
+def _values(exported: ExportedState, names_differ: bool = False) -> tuple[str, ...]:
+    """Returns the names of a rank's values, as the ranks compare them."""
+    own = tuple(f"{name} (PerRank)" for name in exported.per_rank)
+    return own if names_differ else (*exported.objects, *own)

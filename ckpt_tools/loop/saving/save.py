@@ -1,0 +1,513 @@
+"""Saves a live state: the ranks assign shards to writers, each writes, and rank 0 commits.
+
+The ranks keep this assignment. While no rank's shards change, a save exchanges only a few bytes per
+file and an exclusive-or of the tensors' checksums. The files are those of stock `dcp.save`, and the
+manifest.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckpt_tools.core.box import Box
+from ckpt_tools.core.catalog import TORCH_ZIP, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.checksum import crc64nvme, hex64
+from ckpt_tools.core.coverage import check
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.laps import Laps
+from ckpt_tools.engine.run import Progress
+from ckpt_tools.engine.statistics import Moments, add_moments
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.formats.dcp import format as dcp
+from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, Template, TensorMeta
+from ckpt_tools.formats.registry import is_ours
+from ckpt_tools.loop.saving.write import (
+    FilePlan,
+    RankFile,
+    commit,
+    describe,
+    plan_file,
+    write_files,
+    write_part,
+)
+from ckpt_tools.loop.state.shard_info import ShardInfo
+from ckpt_tools.loop.state.state_dict import TRAINABLE
+from ckpt_tools.publish.base import Destination
+from ckpt_tools.publish.manifest import SealedTensor
+from ckpt_tools.ranks.gloo import GlooGroup
+
+
+class WriteTask(NamedTuple):
+    """The shards that a rank writes.
+
+    Attributes:
+        shards: indices into the rank's `ShardInfo` list.
+        numbers: for each of them, the tensor's number among all tensors.
+        num_tensors: number of all tensors.
+    """
+
+    shards: tuple[int, ...]
+    numbers: tuple[int, ...]
+    num_tensors: int
+
+
+class MetadataHead(NamedTuple):
+    """The metadata without objects, and the sealed tensors without fingerprints.
+
+    Only rank 0 has it.
+    """
+
+    template: Template
+    tensors: tuple[tuple[str, SealedTensor], ...]
+    aliases: Mapping[str, str]
+    objects: tuple[tuple[str, ...], ...]
+
+
+class RankNames(NamedTuple):
+    """The names in one rank's state.
+
+    Attributes:
+        infos: its shards.
+        objects: the objects that it writes.
+        values: all values that are not tensors. Rank 0 writes those that are not per rank.
+        paths: the path of keys to every name.
+    """
+
+    infos: tuple[ShardInfo, ...]
+    objects: tuple[str, ...]
+    values: tuple[str, ...]
+    paths: Mapping[str, tuple[str | int, ...]]
+
+
+@dataclass(slots=True)
+class SaveLayout:
+    """The agreed layout of a save, as one rank needs it. It is kept from save to save.
+
+    `names` has the names that this rank brought.
+    """
+
+    names: RankNames
+    task: WriteTask
+    file: FilePlan
+    head: MetadataHead | None
+
+
+@dataclass(slots=True)
+class SaveReport:
+    """The result of a save.
+
+    Attributes:
+        path: the checkpoint.
+        own_nbytes, nbytes: bytes of this rank's file; on rank 0, of all files.
+        seconds: from the start of the write to the commit.
+        notes: remarks of the store.
+        step: its number; None for a checkpoint without one.
+        digest: on rank 0, CRC-64/NVME of the manifest, in hexadecimal. The manifest has the
+            checksum of every file, so the digest stands for all bytes.
+        stall_s: seconds for which `save` held the training loop.
+        metrics: as given to `save`.
+        mirror_lag_steps: on rank 0, steps that the mirror does not have yet, this one included.
+        not_finite: on rank 0, tensors with NaN or infinite values, if the save measured them.
+        timing: seconds of each phase: `wait` for the save before, `collect` the state, `agree` with
+            the other ranks, `copy` to host memory, `write`, `fsync` and `commit`. On rank 0,
+            `write` and `fsync` are those of the slowest rank.
+    """
+
+    path: str
+    own_nbytes: int
+    nbytes: int = 0
+    seconds: float = 0.0
+    notes: Sequence[str] = ()
+    step: int | None = None
+    digest: str = ""
+    stall_s: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    mirror_lag_steps: int = 0
+    not_finite: Sequence[str] = ()
+    timing: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveExtras:
+    """What a save has besides the state; only rank 0's counts.
+
+    Attributes:
+        files: contents of small files that lie in the checkpoint, by name.
+        only: `"trainable"` if frozen parameters are left out, `"chosen"` if a function chose, else
+            "".
+        metrics: numbers of the step. The manifest stores one that is not finite as null.
+        statistics: measure every tensor. All ranks have the same value.
+        before: the step that was saved last, with the same layout, to measure changes from.
+        timing: seconds of the phases before the write.
+    """
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    only: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    statistics: bool = False
+    before: Path | None = None
+    timing: Mapping[str, float] = field(default_factory=dict)
+
+
+def extras_of(
+    only: str | Callable[[str], bool],
+    files: Mapping[str, bytes] | None,
+    metrics: Mapping[str, float] | None = None,
+    statistics: bool = False,
+) -> SaveExtras:
+    """Returns what a save has besides its state.
+
+    Raises:
+        ValueError: an unknown choice, or a name that a checkpoint needs for itself.
+        TypeError: a file is not bytes, or a metric is not a number.
+    """
+    if not callable(only) and only not in ("", TRAINABLE):
+        raise ValueError(f"only: expected {TRAINABLE!r} or a function of a name, got {only!r}")
+    for name, data in (files or {}).items():
+        if not isinstance(name, str) or len(name.encode()) > 200 or not name.isprintable():
+            raise ValueError(f"files: expected a short printable name, got {name!r}")
+        if not name or "/" in name or name.startswith((".", "ckpt.", "__")) or is_ours(name):
+            raise ValueError(f"files: a step cannot have a file named {name!r}")
+        if not isinstance(data, bytes):
+            raise TypeError(f"files[{name!r}]: expected bytes, got a {type(data).__name__}")
+    kind = "chosen" if callable(only) else only
+    return SaveExtras(dict(files or {}), kind, numbers_of(metrics or {}), statistics)
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Returns metrics as floats; a tensor of one element is a number, too.
+
+    Raises:
+        TypeError: a name is no text, or a value is no number.
+    """
+    found = {}
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics: expected a dict, got a {type(metrics).__name__}")
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 200:
+            raise ValueError(f"metrics: expected a short printable name, got {name!r}")
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            kind = "larger one" if isinstance(error, OverflowError) else type(value).__name__
+            raise TypeError(f"metrics[{name!r}]: expected a number, got a {kind}") from None
+    return found
+
+
+# ---- agreeing ------------------------------------------------------------------------------------
+
+
+def agree_layout(group: GlooGroup, names: RankNames) -> SaveLayout:
+    """Returns the layout of a save. All ranks call it, each with its names.
+
+    Raises:
+        PlanError: ranks disagree about a tensor, have different values, or the shards leave a hole.
+            Every rank raises.
+    """
+    tasks: list[WriteTask] = []
+    head = None
+    gathered = group.gather(names, "agree on the layout")
+    with group.phase("agree on the layout"):
+        if group.rank == 0:
+            _check_values(
+                [g.values for g in gathered], {info.fqn for g in gathered for info in g.infos}
+            )
+            tasks, head = assign(
+                [g.infos for g in gathered],
+                [g.objects for g in gathered],
+                {k: v for g in reversed(gathered) for k, v in g.paths.items()},
+            )
+    task = group.scatter(tasks, "agree on the layout")
+    file = plan_file(group.rank, [names.infos[i] for i in task.shards])
+    return SaveLayout(names, task, file, head)
+
+
+def _check_values(values: Sequence[tuple[str, ...]], tensors: set[str]) -> None:
+    """Refuses states in which the names of the values differ between ranks.
+
+    Only rank 0's values would be stored, and no rank could load the others.
+
+    Raises:
+        PlanError: with the first name that differs.
+    """
+    for rank, mine in enumerate(values):
+        differing = sorted({*values[0]} ^ {*mine}) or sorted(tensors & {*mine})
+        if differing:
+            name = differing[0]
+            holder = 0 if name in values[0] else rank
+            who = (
+                "a tensor on one rank and a value on another"
+                if name in tensors
+                else f"in the state of rank {holder} only"
+            )
+            raise PlanError(
+                f"the states of rank 0 and rank {rank} differ: {printable(name)!r} is {who}",
+                hint=(
+                    "give every rank the same keys; a value of which each rank has its own goes"
+                    " into a PerRank"
+                ),
+            )
+
+
+def assign(
+    infos: Sequence[Sequence[ShardInfo]],
+    objects: Sequence[tuple[str, ...]],
+    paths: Mapping[str, tuple[str | int, ...]],
+) -> tuple[list[WriteTask], MetadataHead]:
+    """Decides which rank writes which shard.
+
+    Each shard is written once. Replicas are spread so that all ranks write about as many bytes.
+
+    Args:
+        infos: the shards of each rank.
+        objects: per rank, the names of the objects that it writes.
+        paths: the path of keys to every name.
+
+    Returns:
+        The task of each rank, and the metadata that rank 0 needs to commit.
+
+    Raises:
+        PlanError, CatalogError: ranks disagree about a tensor, or the shards do not cover it.
+    """
+    first: dict[str, tuple[ShardInfo, int]] = {}
+    holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
+    boxes: dict[tuple[str, tuple[int, ...]], Box] = {}
+    partners: dict[str, set[str]] = {}
+    for rank, mine in enumerate(infos):
+        for number, info in enumerate(mine):
+            known, known_rank = first.setdefault(info.fqn, (info, rank))
+            if (known.dtype, known.shape) != (info.dtype, info.shape):
+                raise PlanError(
+                    f"ranks disagree about {printable(info.fqn)!r}: rank {known_rank} has"
+                    f" {known.dtype} {list(known.shape)}, rank {rank} has {info.dtype}"
+                    f" {list(info.shape)}"
+                )
+            # DCP keeps one chunk per offset: of several empty ones, the first
+            key = (info.fqn, info.box.offsets)
+            if boxes.setdefault(key, info.box).numel < info.box.numel:
+                boxes[key], holders[key] = info.box, []
+            if boxes[key] == info.box:
+                holders.setdefault(key, []).append((rank, number))
+            if info.box.numel:
+                partners.setdefault(info.fqn, set()).add(info.alias)
+    # tied on every rank
+    aliases = {
+        fqn: next(iter(found))
+        for fqn, found in partners.items()
+        if len(found) == 1 and found != {""}
+    }
+    return _spread(infos, objects, paths, first, holders, boxes, aliases)
+
+
+def _spread(
+    infos: Sequence[Sequence[ShardInfo]],
+    objects: Sequence[tuple[str, ...]],
+    paths: Mapping[str, tuple[str | int, ...]],
+    first: Mapping[str, tuple[ShardInfo, int]],
+    holders: Mapping[tuple[str, tuple[int, ...]], list[tuple[int, int]]],
+    boxes: Mapping[tuple[str, tuple[int, ...]], Box],
+    aliases: Mapping[str, str],
+) -> tuple[list[WriteTask], MetadataHead]:
+    load = [0] * len(infos)
+    chosen: list[list[int]] = [[] for _ in infos]
+    pieces = [
+        (boxes[key].numel * BY_NAME[first[key[0]][0].dtype].itemsize, key)
+        for key in holders
+        if key[0] not in aliases
+    ]
+    shared = [p for p in pieces if len(holders[p[1]]) > 1]
+    for nbytes, key in (p for p in pieces if len(holders[p[1]]) == 1):
+        rank, number = holders[key][0]
+        load[rank] += nbytes
+        chosen[rank].append(number)
+    for nbytes, key in sorted(shared, key=lambda p: -p[0]):
+        rank, number = min(holders[key], key=lambda h: (load[h[0]], h[0]))
+        load[rank] += nbytes
+        chosen[rank].append(number)
+    names = [fqn for fqn in first if fqn not in aliases]
+    numbers = {fqn: i for i, fqn in enumerate(names)}
+    tasks = [
+        WriteTask(
+            tuple(sorted(mine)), tuple(numbers[infos[r][i].fqn] for i in sorted(mine)), len(names)
+        )
+        for r, mine in enumerate(chosen)
+    ]
+    return tasks, _head(
+        infos, tasks, objects, paths, {fqn: info for fqn, (info, _) in first.items()}, aliases
+    )
+
+
+def _head(
+    infos: Sequence[Sequence[ShardInfo]],
+    tasks: Sequence[WriteTask],
+    objects: Sequence[tuple[str, ...]],
+    paths: Mapping[str, tuple[str | int, ...]],
+    first: Mapping[str, ShardInfo],
+    aliases: Mapping[str, str],
+) -> MetadataHead:
+    """Plans every rank's file, checks that shards cover each tensor, and renders the metadata."""
+    placed: dict[str, list[tuple[Box, ItemLocation]]] = {fqn: [] for fqn in first}
+    sizes: dict[str, int] = {}
+    for rank, (mine, task) in enumerate(zip(infos, tasks, strict=True)):
+        pieces = [mine[number] for number in task.shards]
+        file, laid_out = dcp.lay_out_rank(rank, ((p.box, BY_NAME[p.dtype]) for p in pieces))
+        for piece, (_, place) in zip(pieces, laid_out, strict=True):
+            placed[piece.fqn].append((piece.box, place))
+        sizes[file.name] = file.nbytes
+    for fqn, other in aliases.items():
+        placed[fqn] = placed[other]
+    metadata = Metadata(paths=dict(paths))
+    entries = {}
+    for fqn, info in first.items():
+        found = sorted(placed[fqn], key=lambda p: p[0].offsets)
+        metadata.tensors[fqn] = TensorMeta(info.dtype, info.shape, [box for box, _ in found])
+        metadata.places |= {(fqn, box.offsets): place for box, place in found}
+        chunks = tuple(
+            Chunk(box, Extent(place.file, place.start, place.nbytes, TORCH_ZIP))
+            for box, place in found
+        )
+        entries[fqn] = TensorEntry(fqn, BY_NAME[info.dtype], info.shape, chunks)
+    check(Catalog(dcp.NAME, entries, file_sizes=sizes))
+    metadata.objects = [name for names in objects for name in names]
+    tensors = tuple(
+        (fqn, SealedTensor(o.dtype, o.shape, "")) for fqn, o in first.items() if fqn not in aliases
+    )
+    return MetadataHead(Template(metadata), tensors, aliases, tuple(objects))
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def write(
+    group: GlooGroup,
+    target: Destination,
+    step: int | None,
+    layout: SaveLayout,
+    memory: Sequence[memoryview],
+    objects: Mapping[str, bytes],
+    jobs: int,
+    attempt: str,
+    before_commit: Callable[[], None],
+    overwrite: bool = False,
+    extras: SaveExtras = SaveExtras(),
+    progress: Progress | None = None,
+) -> SaveReport:
+    """Writes one checkpoint and makes it visible. All ranks call it with the agreed layout.
+
+    Args:
+        group: all ranks.
+        target: the new checkpoint. It must not exist, unless `overwrite`.
+        step: its number, for the manifest.
+        layout: from `agree_layout`.
+        memory: the bytes of this rank's shards, in the order of its task.
+        objects: this rank's objects as archives, in the layout's order.
+        jobs: threads on this rank.
+        attempt: id of this attempt, the same on all ranks.
+        before_commit: called on rank 0 when everything is written. If it raises, nothing is
+            committed.
+        overwrite: replace an existing checkpoint once everything is written. Only rank 0's value
+            counts.
+        extras: files to add, and what was left out.
+        progress: called with the bytes of each batch that is written, by any thread.
+
+    Raises:
+        CheckpointError: this rank failed, or PeerError: another rank did. Then nothing new is
+            visible at `target`.
+    """
+    what, began = target.url.rpartition("/")[2], time.monotonic()
+    notes, digest, not_finite = list[str](), "", list[str]()
+    timing = dict(extras.timing)
+    with ExitStack() as stack:
+        with group.phase(f"begin {what}"):
+            if group.rank == 0:
+                target.check(overwrite)
+                staged = stack.enter_context(target.stage(attempt, overwrite))
+        with group.phase(f"write {what}"):
+            if group.rank:
+                staged = target.join(attempt)
+            packed = list(objects.values())
+            measures, before = extras.statistics, extras.before
+            part = write_part(
+                layout.file, target, staged, memory, packed, jobs, measures, before, progress
+            )
+            files = write_files(staged, extras.files) if group.rank == 0 else {}
+        parts = group.gather(part._replace(shares={}), f"write {what}")
+        prints = group.xor(_prints(layout, part.shares), f"write {what}")
+        for name in ("write", "fsync"):
+            timing[name] = max((p.seconds.get(name, 0.0) for p in parts or [part]), default=0.0)
+        laps = Laps()
+        with group.phase(f"commit {what}"):
+            if group.rank == 0:
+                assert layout.head is not None
+                saved = {
+                    fqn: (rank, item)
+                    for rank, (names, found) in enumerate(
+                        zip(layout.head.objects, parts, strict=True)
+                    )
+                    for fqn, item in zip(names, found.objects, strict=True)
+                }
+                places = {
+                    fqn: ItemLocation(dcp.data_file_name(rank), item.start, item.nbytes)
+                    for fqn, (rank, item) in saved.items()
+                }
+                index = layout.head.template.render(
+                    places, attempt, lambda file: target.name(file, attempt)
+                )
+                before_commit()
+                tensors = _seal(layout.head, prints, parts)
+                sealed = {fqn: item for fqn, (_, item) in saved.items()}
+                manifest = describe(target, staged, index, parts, tensors, sealed)
+                manifest = replace(
+                    manifest,
+                    step=step,
+                    files={**manifest.files, **files},
+                    metrics={n: v if math.isfinite(v) else None for n, v in extras.metrics.items()},
+                    timing={name: round(seconds, 4) for name, seconds in timing.items()},
+                )
+                if extras.only:
+                    manifest = replace(manifest, source={"only": extras.only})
+                digest, not_finite = hex64(crc64nvme(manifest.render())), manifest.not_finite
+                notes = commit(staged, manifest, index)
+    laps.lap("commit")
+    nbytes, seconds = sum(p.nbytes for p in parts), time.monotonic() - began
+    return SaveReport(
+        target.url,
+        part.nbytes,
+        nbytes,
+        seconds,
+        notes,
+        step,
+        digest,
+        not_finite=not_finite,
+        timing=timing | laps.seconds,
+    )
+
+
+def _prints(layout: SaveLayout, shares: Mapping[str, int]) -> list[int]:
+    """Returns this rank's share of every tensor's fingerprint."""
+    values = [0] * layout.task.num_tensors
+    for number, tensor in zip(layout.task.shards, layout.task.numbers, strict=True):
+        values[tensor] = shares[layout.names.infos[number].fqn]
+    return values
+
+
+def _seal(
+    head: MetadataHead, prints: Sequence[int], parts: Sequence[RankFile]
+) -> dict[str, SealedTensor]:
+    moments: dict[str, Moments] = {}
+    for part in parts:
+        add_moments(moments, part.moments.items())
+    found = {fqn: one.result() for fqn, one in moments.items()}
+    tensors = {
+        fqn: sealed._replace(fingerprint=f"{value:016x}", statistics=found.get(fqn))
+        for (fqn, sealed), value in zip(head.tensors, prints, strict=True)
+    }
+    return tensors | {
+        fqn: tensors[other] for fqn, other in head.aliases.items() if other in tensors
+    }

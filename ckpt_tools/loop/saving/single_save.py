@@ -1,0 +1,107 @@
+"""Saves one checkpoint at a path, without a run and without a manager.
+
+Imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckpt_tools.core.threads import num_threads
+from ckpt_tools.loop.saving.save import RankNames, SaveReport, agree_layout, extras_of, write
+from ckpt_tools.loop.state.archives import ReadBack
+from ckpt_tools.loop.state.pack_objects import pack_objects
+from ckpt_tools.loop.state.shard_info import shard_infos
+from ckpt_tools.loop.state.shards import local_shards
+from ckpt_tools.loop.state.staging import Stage
+from ckpt_tools.loop.state.state_dict import export
+from ckpt_tools.operations.arguments import checked
+from ckpt_tools.publish.destinations import open_destination
+from ckpt_tools.publish.steps import number_in
+from ckpt_tools.ranks.gloo import GlooGroup
+
+
+@checked(names_only=("only", "files"))
+def save(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    only: str | Callable[[str], bool] = "",
+    files: Mapping[str, bytes] | Callable[[], Mapping[str, bytes]] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    statistics: bool = False,
+    jobs: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout_s: float = 600.0,
+) -> SaveReport:
+    """Saves a state as one checkpoint, and returns when it is durable.
+
+    All ranks call it with the same arguments. The checkpoint appears in one step once it is
+    complete. `ckpt_tools.load(path, state)` and stock `dcp.load` read it.
+
+    Args:
+        path: a new directory that all ranks share, or a URL such as `s3://bucket/checkpoint`.
+        state: modules, optimizers, other objects with `state_dict`, tensors and plain values by
+            name, as `CheckpointManager.save` takes them.
+        overwrite: replace a checkpoint at that path, once the new one is complete.
+        only, files, metrics: as for `CheckpointManager.save`.
+        statistics: measure every tensor, as for `CheckpointManager`.
+        jobs: threads of this rank; the processors of the machine, at most 4, if None.
+        storage_options: of the object store, as fsspec takes them.
+        process_group: the ranks that save together; all if None. Without an initialised
+            torch.distributed, this process alone.
+        timeout_s: how long ranks wait for each other before the missing one is named.
+
+    Raises:
+        PlanError: the state has something that no load could restore.
+        StorageError: the path exists already, or it cannot be written.
+        PeerError: another rank failed; nothing is visible then.
+    """
+    group = GlooGroup(timeout_s, process_group)
+    try:
+        group.meet("save", f"save({os.fspath(path)!r}{', overwrite=True' * overwrite})")
+        with torch.no_grad():
+            with group.phase("collect the state"):
+                if callable(files):
+                    files = files() if group.rank == 0 else None
+                extras = extras_of(only, files, metrics, statistics)
+                exported = export(state, only=only)
+                shards = local_shards(exported.tensors)
+                objects, paths = pack_objects(exported, group.rank)
+                ReadBack().check(objects)
+            values = (*exported.objects, *(f"{name} (PerRank)" for name in exported.per_rank))
+            names = RankNames(shard_infos(shards), tuple(objects), values, paths)
+            layout = agree_layout(group, names)
+            with group.phase("copy the state"):
+                memory = Stage().live([shards[i].tensor for i in layout.task.shards]).wait()
+        target = open_destination(path, storage_options)
+        step = number_in(target.url.rstrip("/").rpartition("/")[2])
+        attempt = group.broadcast(str(uuid.uuid4()), "begin")
+        num_jobs = num_threads(jobs, is_beside_training=True)
+        return write(
+            group,
+            target,
+            step,
+            layout,
+            memory,
+            objects,
+            num_jobs,
+            attempt,
+            _nothing,
+            overwrite,
+            extras,
+        )
+    finally:
+        group.close()
+
+
+def _nothing() -> None:
+    """Stands in for the check of a run's lock: a single checkpoint has none."""

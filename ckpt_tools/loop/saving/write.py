@@ -1,0 +1,237 @@
+"""Writes a rank's shards into one `.distcp` file, and commits the files of all ranks on one rank.
+
+Imports nothing of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.checksum import crc64nvme, hex64
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.laps import Laps
+from ckpt_tools.core.plan import Literal, Slot, Target, plan_transfer
+from ckpt_tools.engine.run import Progress, run_batches
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Batch, schedule, tile_bytes
+from ckpt_tools.engine.sinks import WriteSink
+from ckpt_tools.engine.statistics import Moments
+from ckpt_tools.errors import StorageError
+from ckpt_tools.formats.dcp import format as dcp
+from ckpt_tools.formats.dcp.metadata import ItemLocation
+from ckpt_tools.loop.state.shard_info import ShardInfo
+from ckpt_tools.publish.base import Attempt, Destination
+from ckpt_tools.publish.manifest import Manifest, SealedFile, SealedTensor, file_name, seal_file
+from ckpt_tools.storage import LocalStore, MemoryStore, write_file
+
+_MANIFEST_ROOM_BYTES = 1 << 20
+
+
+class FilePlan(NamedTuple):
+    """The plan of a rank's file. It stays valid while the rank's shards stay the same.
+
+    `places` has the position of each shard's archive. Objects come after the shards.
+    """
+
+    target: Target
+    batches: tuple[Batch, ...]
+    places: tuple[ItemLocation, ...]
+
+
+class SavedObject(NamedTuple):
+    """An object in a rank's file: its start, its bytes, and its CRC-64."""
+
+    start: int
+    nbytes: int
+    crc64: int
+
+
+class RankFile(NamedTuple):
+    """The description of a rank's written file.
+
+    Attributes:
+        nbytes, crc64: of the file.
+        ranges: (start, bytes, CRC-64, CRC-32) of the cells of long shards.
+        objects: the place and the checksum of each object.
+        shares: the rank's share of each tensor's fingerprint. The commit does not need it.
+        moments: the statistics of the rank's part of each tensor; empty if they are not wanted.
+        seconds: of writing, and of making the bytes durable.
+    """
+
+    nbytes: int
+    crc64: int
+    ranges: tuple[tuple[int, int, int, int], ...]
+    objects: tuple[SavedObject, ...]
+    shares: Mapping[str, int]
+    moments: Mapping[str, Moments] = {}
+    seconds: Mapping[str, float] = {}
+
+
+NOTHING = RankFile(0, 0, (), (), {})
+
+
+def plan_file(rank: int, pieces: Sequence[ShardInfo]) -> FilePlan:
+    """Plans a rank's file and the copies into it. In memory, shard number `i` is the file `i`."""
+    file, laid_out = dcp.lay_out_rank(rank, ((p.box, BY_NAME[p.dtype]) for p in pieces))
+    slots: dict[str, list[Slot]] = {}
+    chunks: dict[str, list[Chunk]] = {}
+    for number, (piece, (slot, _)) in enumerate(zip(pieces, laid_out, strict=True)):
+        dtype = BY_NAME[piece.dtype]
+        slots.setdefault(piece.fqn, []).append(slot)
+        chunks.setdefault(piece.fqn, []).append(
+            Chunk(piece.box, Extent(str(number), 0, piece.box.numel * dtype.itemsize))
+        )
+    entries = {
+        p.fqn: TensorEntry(p.fqn, BY_NAME[p.dtype], p.shape, tuple(chunks[p.fqn])) for p in pieces
+    }
+    target = Target(
+        dcp.NAME,
+        {file.name: file.nbytes},
+        {f: tuple(s) for f, s in slots.items()},
+        tuple(file.literals),
+        tuple(file.trailers),
+    )
+    batches = schedule(
+        plan_transfer(Catalog("memory", entries), target), {}, *tile_bytes(DEFAULT_MEMORY_BYTES, 2)
+    )
+    return FilePlan(target, tuple(batches), tuple(location for _, location in laid_out))
+
+
+def write_part(
+    plan: FilePlan,
+    target: Destination,
+    staged: Attempt,
+    memory: Sequence[memoryview],
+    objects: Sequence[bytes],
+    jobs: int,
+    measures: bool = False,
+    before: Path | None = None,
+    progress: Progress | None = None,
+) -> RankFile:
+    """Writes a rank's file and makes it durable.
+
+    Args:
+        plan: from `plan_file`.
+        target: the checkpoint to be.
+        staged: the attempt.
+        memory: the bytes of every shard, in the plan's order.
+        objects: archives that come after the shards.
+        jobs: threads.
+        measures: also compute statistics.
+        before: the step before, with the same layout, from which the changes are measured.
+        progress: called with the bytes of each batch that is written, by any thread.
+
+    Raises:
+        StorageError: there is no room, or a write failed.
+    """
+    (name, nbytes), *_ = plan.target.file_sizes.items()
+    literals, places = list(plan.target.literals), []
+    for data in objects:
+        places.append(SavedObject(nbytes, len(data), crc64nvme(data)))
+        literals.append(Literal(name, nbytes, data))
+        nbytes += len(data)
+    if not nbytes:
+        return NOTHING
+    target.check_room(nbytes + _MANIFEST_ROOM_BYTES)
+    whole_file = replace(plan.target, file_sizes={name: nbytes}, literals=tuple(literals))
+    sink = WriteSink(
+        whole_file,
+        staged.writable,
+        lambda file: target.name(file, staged.attempt),
+        measures=measures,
+        before=LocalStore(before) if measures and before is not None else None,
+    )
+    laps = Laps()
+    try:
+        sink.open()
+        run_batches(
+            plan.batches,
+            MemoryStore({str(number): view for number, view in enumerate(memory)}),
+            sink,
+            jobs,
+            progress,
+        )
+        laps.lap("write")
+        checksums = sink.finish()
+    finally:
+        sink.abort()
+    staged.sync()
+    laps.lap("fsync")
+    shares = {fqn: sink.fingerprints.share_of(fqn) for fqn in plan.target.slots}
+    ranges = tuple(sink.ranges_of(name))
+    return RankFile(
+        nbytes, checksums[name], ranges, tuple(places), shares, sink.moments, laps.seconds
+    )
+
+
+def write_files(staged: Attempt, files: Mapping[str, bytes]) -> dict[str, SealedFile]:
+    """Writes small files beside the data; returns them as the manifest names them."""
+    for name, data in files.items():
+        write_file(staged.writable, name, data)
+    return {name: seal_file(len(data), crc64nvme(data), ()) for name, data in files.items()}
+
+
+def describe(
+    target: Destination,
+    staged: Attempt,
+    index: bytes,
+    parts: Sequence[RankFile],
+    tensors: Mapping[str, SealedTensor],
+    objects: Mapping[str, SavedObject],
+) -> Manifest:
+    """Checks every rank's file, and returns the manifest of the checkpoint.
+
+    Args:
+        target: the checkpoint to be.
+        staged: the attempt. Its files are complete, except for manifest and index.
+        index: the contents of `.metadata`.
+        parts: the file of every rank.
+        tensors: the sealed tensors, with known fingerprints.
+        objects: the objects of all ranks, by name.
+
+    Raises:
+        StorageError: a file is missing or differs from what its rank wrote.
+    """
+    files: dict[str, SealedFile] = {}
+    found = staged.sizes_of(
+        [
+            target.name(dcp.data_file_name(rank), staged.attempt)
+            for rank, part in enumerate(parts)
+            if part.nbytes
+        ]
+    )
+    for rank, part in enumerate(parts):
+        name = target.name(dcp.data_file_name(rank), staged.attempt)
+        if not part.nbytes:
+            continue
+        if found.get(name, 0) != part.nbytes:
+            raise StorageError(
+                f"a file is not what its rank wrote: expected {part.nbytes} bytes, got"
+                f" {found.get(name, 0)} ({name})"
+            )
+        files[name] = seal_file(part.nbytes, part.crc64, part.ranges)
+    return Manifest.now(
+        staged.attempt,
+        "save",
+        dcp.NAME,
+        {},
+        world_size=len(parts),
+        files=files,
+        index=(".metadata", SealedFile(len(index), hex64(crc64nvme(index)))),
+        tensors=tensors,
+        objects={fqn: seal_file(o.nbytes, o.crc64, ()) for fqn, o in objects.items()},
+    )
+
+
+def commit(staged: Attempt, manifest: Manifest, index: bytes) -> list[str]:
+    """Publishes a checkpoint; returns notes.
+
+    Raises:
+        StorageError: it failed. Then nothing is visible.
+    """
+    return staged.publish(
+        Literal(file_name(staged.attempt), 0, manifest.render()), Literal(".metadata", 0, index)
+    )

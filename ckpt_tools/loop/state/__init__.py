@@ -1,0 +1,1 @@
+"""The state of a training loop: its names, shards, objects, and copies in memory."""

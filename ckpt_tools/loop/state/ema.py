@@ -1,0 +1,129 @@
+"""The exponential moving average of a model's parameters, sharded like the model.
+
+Imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_tools.core.catalog import strip_wrappers
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.loop.state.late_staging import hold_all
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+class Ema:
+    """The moving average of the parameters that train.
+
+        ema = Ema(model, decay=0.999)
+        state = {"model": model, "optimizer": optimizer, "ema": ema}
+        …
+        optimizer.step()
+        ema.update()
+        with ema.applied():
+            evaluate(model)
+
+    Each rank keeps the average of its own shards. A step stores them like the model's, as
+    `ema.model.NAME`, so a resume works on any number of ranks. `ckpt merge STEP out.safetensors
+    --model-key ema.model` exports them.
+
+    Works with plain modules, DDP and FSDP2.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float = 0.999,
+        *,
+        device: str | torch.device | None = None,
+        every: int = 1,
+    ) -> None:
+        """Starts with the present values.
+
+        Args:
+            model: after it is sharded, and before the first step.
+            decay: weight of the old average, between 0 and 1.
+            device: where the average lies, such as `"cpu"`; that of the parameters if None.
+            every: `update` does its work at each call whose number is a multiple of this.
+
+        Raises:
+            PlanError: the model has flattened parameters of FSDP1.
+        """
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay: expected a number from 0 to below 1, got {decay!r}")
+        if type(every) is not int or every < 1:
+            raise ValueError(f"every: expected a number of at least 1, got {every!r}")
+        self.decay, self.every, self.num_updates = decay, every, 0
+        self._params: dict[str, nn.Parameter] = {}
+        for name, parameter in model.named_parameters():
+            if "_fsdp_wrapped_module" in name or "_flat_param" in name:
+                raise PlanError(
+                    f"Ema does not know the parameters of FSDP1: {printable(name)}",
+                    hint="use FSDP2, fully_shard",
+                )
+            if parameter.requires_grad:
+                self._params[strip_wrappers(name)] = parameter
+        with torch.no_grad():
+            self.shadow = {name: _copied(p, device) for name, p in self._params.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Moves the average to the present values. Call it after each step of the optimizer."""
+        self.num_updates += 1
+        if self.num_updates % self.every:
+            return
+        if not self.shadow:
+            return  # nothing trains
+        averages = [_local(t) for t in self.shadow.values()]
+        present = [
+            _local(p.detach()).to(a.device, a.dtype)
+            for p, a in zip(self._params.values(), averages, strict=True)
+        ]
+        torch._foreach_lerp_(averages, present, 1 - self.decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Puts the average into the model for the length of a block."""
+        kept = {name: _local(p.detach()).clone() for name, p in self._params.items()}
+        self._put(self.shadow)
+        try:
+            yield
+        finally:
+            self._put(kept)
+
+    @torch.no_grad()
+    def _put(self, values: Mapping[str, torch.Tensor]) -> None:
+        hold_all()
+        for name, parameter in self._params.items():
+            _local(parameter.detach()).copy_(_local(values[name]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the live averages and the number of updates."""
+        return {"model": dict(self.shadow), "num_updates": self.num_updates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes stored averages. A parameter that was not stored keeps its present average."""
+        with torch.no_grad():
+            for name, average in self.shadow.items():
+                if name in state["model"] and state["model"][name] is not average:
+                    average.copy_(state["model"][name])
+        self.num_updates = state["num_updates"]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the part of a tensor that this rank holds."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def _copied(parameter: nn.Parameter, device: str | torch.device | None) -> torch.Tensor:
+    """Returns a copy; of 16-bit values in float32, in which a small step is not lost."""
+    dtype = torch.float32 if parameter.dtype in _LOW else parameter.dtype
+    return parameter.detach().clone().to(device=device, dtype=dtype)

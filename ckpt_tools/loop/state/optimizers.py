@@ -1,0 +1,277 @@
+"""Exports optimizers by the names of their parameters, and loads them back.
+
+torch's state-dict functions know one module with all parameters of an optimizer. Here parameters
+may also belong to several modules, or be tensors in dicts and lists of the state. Imports torch.
+
+Source: torch 2.13 `torch/distributed/checkpoint/state_dict.py`, `torch/optim/optimizer.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    _get_fqns,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import Optimizer
+
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.loop.state.objects import Key, shown
+
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+_OWN = ("state", "param_groups")
+
+
+class StoredState(NamedTuple):
+    """A tensor of a parameter's state in a checkpoint.
+
+    `is_like` means that it has the shape that the parameter had.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_like: bool
+
+
+Stored = Mapping[str, Mapping[str, StoredState]]  # by parameter and key
+StoredStates = Mapping[str, Stored]  # by optimizer; "": of all
+
+
+class ExportedOptimizer(NamedTuple):
+    """The exported state of an optimizer.
+
+    Attributes:
+        values: the state by name.
+        fresh: parameters whose state is new memory without values.
+        free: parameters whose state may have any form.
+    """
+
+    values: dict[str, Any]
+    fresh: list[str]
+    free: list[str]
+
+
+class StateOwners(NamedTuple):
+    """The modules and tensors that may own an optimizer's parameters, and the optimizers.
+
+    Each has its path of keys.
+    """
+
+    modules: Sequence[tuple[Key, nn.Module]]
+    tensors: Sequence[tuple[Key, torch.Tensor]]
+    optimizers: Sequence[tuple[Key, Optimizer]]
+
+
+def is_container(optimizer: Optimizer) -> bool:
+    """Tells whether an optimizer has a state dict of its own form, which it loads itself.
+
+    For example torchtitan's OptimizersContainer.
+    """
+    return (
+        type(optimizer).state_dict is not Optimizer.state_dict
+        and not set(_OWN) <= optimizer.state_dict().keys()
+    )
+
+
+def export_optimizer(
+    optimizer: Optimizer, holders: StateOwners, path: Key, stored: Stored | None
+) -> ExportedOptimizer:
+    """Returns an optimizer's state by parameter name, and the keys that its class adds.
+
+    Before a load, each parameter without state gets tensors like those in the checkpoint. No
+    optimizer step makes them: a step would call hooks, and could change parameters. Only for FSDP1,
+    torch takes such a step.
+
+    Raises:
+        PlanError: a parameter belongs to nothing in the state.
+    """
+    owner = _owner(optimizer, holders.modules)
+    if owner is not None and _is_fsdp1(owner):
+        return _export_fsdp1(optimizer, owner, stored is not None)
+    names, state = _names(optimizer, holders, owner, path), optimizer.state_dict()
+    numbers = list(chain.from_iterable(group["params"] for group in state["param_groups"]))
+    name_of = dict(zip(numbers, names, strict=True))
+    groups = [
+        {**group, "params": [name_of[n] for n in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    values: dict[str, Any] = {name_of[n]: found for n, found in state["state"].items() if found}
+    free = [
+        name
+        for name, found in values.items()
+        if any(isinstance(v, (list, tuple, dict)) for v in found.values())
+    ]
+    parameters = dict(
+        zip(
+            names,
+            chain.from_iterable(group["params"] for group in optimizer.param_groups),
+            strict=True,
+        )
+    )
+    fresh = [name for name in parameters if name not in values] if stored is not None else []
+    for name in fresh:
+        like = {
+            key: _room(parameters[name], tensor)
+            for key, tensor in (stored or {}).get(name, {}).items()
+        }
+        values |= {name: like} if like else {}
+    return ExportedOptimizer(
+        {**({"state": values} if values else {}), "param_groups": groups, **extra_of(optimizer)},
+        fresh,
+        [*free, *fresh],
+    )
+
+
+def _room(parameter: torch.Tensor, stored: StoredState) -> torch.Tensor:
+    """Returns memory for a tensor of a parameter's state, sharded like a parameter of its shape."""
+    if stored.is_like or stored.shape == parameter.shape:
+        return torch.zeros_like(parameter, dtype=stored.dtype, requires_grad=False)
+    return torch.zeros(stored.shape, dtype=stored.dtype, device="cpu")
+
+
+def _export_fsdp1(optimizer: Optimizer, owner: nn.Module, for_loading: bool) -> ExportedOptimizer:
+    """Returns the state of an FSDP1 optimizer with flat parameters, as torch translates it.
+
+    If the optimizer has no state yet, torch takes a step of length 0 to create it. That step would
+    be counted. So the state is removed again, unless a load follows.
+    """
+    is_fresh = not optimizer.state
+    exported: dict[str, Any] = dict(get_optimizer_state_dict(owner, optimizer))
+    if is_fresh and not for_loading:
+        optimizer.state.clear()
+    if not exported["state"] or (is_fresh and not for_loading):
+        del exported["state"]
+    return ExportedOptimizer(exported | extra_of(optimizer), [], [])
+
+
+def extra_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns the entries that an optimizer's class or a hook adds to its state dict."""
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
+    if type(optimizer).state_dict is Optimizer.state_dict and not hooks:
+        return {}
+    return {key: value for key, value in optimizer.state_dict().items() if key not in _OWN}
+
+
+def load_optimizer(
+    optimizer: Optimizer, given: Mapping[str, Any], holders: StateOwners, path: Key
+) -> None:
+    """Loads a result of `export_optimizer`. A parameter without state there gets none."""
+    extra = {key: value for key, value in given.items() if key not in _OWN}
+    state = {"state": {}} | {key: value for key, value in given.items() if key in _OWN}
+    owner = _owner(optimizer, holders.modules)
+    with _adding(optimizer, extra):
+        if owner is not None and _is_fsdp1(owner):
+            set_optimizer_state_dict(
+                owner, optimizer, state, options=StateDictOptions(strict=False)
+            )
+        else:
+            _load_by_name(optimizer, state, _names(optimizer, holders, owner, path))
+
+
+@contextmanager
+def _adding(optimizer: Optimizer, extra: Mapping[str, Any]) -> Iterator[None]:
+    """Makes an optimizer load the keys of its own class together with those from torch."""
+    if not extra:
+        yield
+        return
+    load = optimizer.load_state_dict
+    optimizer.load_state_dict = lambda state_dict: load({**state_dict, **extra})  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del optimizer.load_state_dict
+
+
+def _owner(optimizer: Optimizer, modules: Sequence[tuple[Key, nn.Module]]) -> nn.Module | None:
+    """Returns the module that has all parameters of an optimizer; None if no module has."""
+    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return next(
+        (module for _, module in modules if wanted <= {id(p) for p in module.parameters()}), None
+    )
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    return any(isinstance(m, FullyShardedDataParallel) for m in module.modules())
+
+
+def _names(
+    optimizer: Optimizer, holders: StateOwners, owner: nn.Module | None, path: Key
+) -> list[str]:
+    """Returns the names of an optimizer's parameters, in its own order.
+
+    Names are relative to the module that has all of them, else to the state.
+    """
+    known: dict[int, str] = {}
+    for at, module in holders.modules if owner is None else [((), owner)]:
+        if owner is None and _is_fsdp1(module):
+            # torch translates its optimizer, and needs one module with all parameters
+            continue
+        for name, parameter in module.named_parameters():
+            (plain,) = _get_fqns(module, name)
+            known.setdefault(id(parameter), ".".join((*map(str, at), plain)))
+    for at, tensor in holders.tensors:
+        known.setdefault(id(tensor), ".".join(map(str, at)))
+    parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    missing = next((number for number, p in enumerate(parameters) if id(p) not in known), None)
+    if missing is not None:
+        raise PlanError(
+            f"the optimizer at {shown(path)} has parameters that are nowhere in the state: its"
+            f" parameter {missing} of {len(parameters)}, {list(parameters[missing].shape)}",
+            hint=(
+                "put the module that holds them into the state, or a dict with the tensors"
+                " themselves; FSDP1 needs one module with all"
+            ),
+        )
+    return [known[id(p)] for p in parameters]
+
+
+def parameter_names(optimizer: Optimizer, holders: StateOwners, path: Key) -> list[str] | None:
+    """Returns the names of an optimizer's parameters in its own order.
+
+    Returns None if torch translates its state (FSDP1).
+
+    Raises:
+        PlanError: a parameter belongs to nothing in the state.
+    """
+    owner = _owner(optimizer, holders.modules)
+    return (
+        None if owner is not None and _is_fsdp1(owner) else _names(optimizer, holders, owner, path)
+    )
+
+
+def _load_by_name(optimizer: Optimizer, given: Mapping[str, Any], names: Sequence[str]) -> None:
+    numbers = {name: number for number, name in enumerate(names)}
+    state = {numbers[name]: values for name, values in given["state"].items() if name in numbers}
+    groups = [
+        _options(group, given.get("param_groups", ()), names)
+        for group in optimizer.state_dict()["param_groups"]
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _options(
+    group: Mapping[str, Any], stored: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> dict[str, Any]:
+    """Returns a group with the saved options of its parameters.
+
+    Raises:
+        PlanError: they were saved in several groups.
+    """
+    mine = {names[number] for number in group["params"]}
+    found = [other for other in stored if mine & set(other.get("params", ()))]
+    if len(found) > 1:
+        raise PlanError(
+            f"parameters of one group were saved in {len(found)} groups, such as"
+            f" {printable(min(mine))!r}",
+            hint="group the parameters as they were when they were saved",
+        )
+    return {**group, **(found[0] if found else {}), "params": group["params"]}

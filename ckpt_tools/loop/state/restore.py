@@ -1,0 +1,173 @@
+"""Restores loaded values into a live state: the reverse of `state_dict.export`.
+
+Imports torch.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.optim import Optimizer
+
+from ckpt_tools.errors import PlanError
+from ckpt_tools.loop.state.objects import (
+    Key,
+    Structure,
+    decode_object,
+    generator_state,
+    is_generator,
+    set_generator_state,
+    shown,
+)
+from ckpt_tools.loop.state.optimizers import StateOwners, is_container, load_optimizer
+from ckpt_tools.loop.state.state_dict import (
+    STRUCTURE,
+    PerRank,
+    RngState,
+    calling,
+    has_state,
+    holders_of,
+    is_plain,
+    loads_itself,
+)
+
+# ---- values of one rank --------------------------------------------------------------------------
+
+
+def state_of_rank(value: Any, path: Key) -> Any:
+    """Returns the state of a `PerRank`'s value on this rank, as plain values."""
+    if is_generator(value):
+        return generator_state(value)
+    if loads_itself(value):
+        with calling("state_dict", value, path):
+            return value.state_dict()
+    if is_plain(value):
+        return value
+    if isinstance(value, Mapping):
+        return {key: state_of_rank(item, (*path, str(key))) for key, item in value.items()}
+    return [state_of_rank(item, (*path, number)) for number, item in enumerate(value)]
+
+
+def set_state_of_rank(value: Any, state: Any, path: Key) -> Any:
+    """Sets the state of a `PerRank`'s value, and returns the value.
+
+    A plain value is replaced by the state.
+
+    Raises:
+        PlanError: its containers differ from the saved ones.
+    """
+    if is_generator(value):
+        set_generator_state(value, state, path)
+        return value
+    if loads_itself(value):
+        with calling("load_state_dict", value, path):
+            value.load_state_dict(state)
+        return value
+    if is_plain(value):
+        return state
+    given = (
+        state
+        if isinstance(value, Mapping)
+        else dict(enumerate(state))
+        if isinstance(state, list)
+        else {}
+    )
+    keys = list(value) if isinstance(value, Mapping) else list(range(len(value)))
+    if not isinstance(given, Mapping) or list(given) != keys:
+        raise PlanError(
+            f"{shown(path)} holds {len(keys)} values, and the checkpoint has others",
+            hint="keep the containers as they were saved",
+        )
+    made = {
+        key: set_state_of_rank(
+            value[key], given[key], (*path, key if isinstance(key, int) else str(key))
+        )
+        for key in keys
+    }
+    if isinstance(value, (MutableMapping, list)):
+        for key, item in made.items():
+            value[key] = item
+    return value
+
+
+# ---- restore -------------------------------------------------------------------------------------
+
+
+def restore(
+    state: MutableMapping[str, Any], values: Mapping[str, Any], paths: Mapping[str, Key]
+) -> None:
+    """Restores values: objects with their own state load in place, plain values are replaced.
+
+    Args:
+        state: as given to `export`.
+        values: values by flat name. An optimizer's parameter without values here gets no state. Any
+            other object must be given completely, or not at all.
+        paths: from `export`.
+    """
+    whole, at = _join_structures(values, {name: paths[name] for name in values})
+    _Restorer(holders_of(state)).visit(state, unflatten_state_dict(whole, at), ())
+
+
+def _join_structures(
+    values: Mapping[str, Any], paths: Mapping[str, Key]
+) -> tuple[dict[str, Any], dict[str, Key]]:
+    """Returns values and paths in which each `Structure` and its tensors are one value."""
+    places = {path[:-1]: name for name, path in paths.items() if path[-1] == STRUCTURE}
+    if not places:
+        return dict(values), dict(paths)
+    whole: dict[str, Any] = {}
+    at: dict[str, Key] = {}
+    for name, path in paths.items():
+        if path[:-1] in places and path[-1] == STRUCTURE:
+            found = values[name]
+            whole[name] = (
+                decode_object(found.encoded, values.__getitem__)
+                if isinstance(found, Structure)
+                else found
+            )
+            at[name] = path[:-1]
+        elif not any(path[: len(p)] == p for p in places):
+            whole[name], at[name] = values[name], path
+    return whole, at
+
+
+class _Restorer:
+    """Walks a state and its loaded values side by side."""
+
+    def __init__(self, holders: StateOwners) -> None:
+        self.holders = holders
+
+    def visit(self, owner: Any, given: Any, path: Key) -> None:
+        """Restores the entries of a container."""
+        there = dict(enumerate(given)) if isinstance(given, list) else given
+        for key, value in list(owner.items() if isinstance(owner, Mapping) else enumerate(owner)):
+            known = key if isinstance(given, list) else str(key)
+            if known in there and not isinstance(value, (PerRank, RngState)):
+                self._restore(owner, key, value, there[known], (*path, known))
+
+    def _restore(self, owner: Any, key: Any, value: Any, new: Any, path: Key) -> None:
+        if isinstance(value, nn.Module):
+            with calling("load_state_dict", value, path):
+                set_model_state_dict(value, new, options=StateDictOptions(strict=False))
+        elif isinstance(value, Optimizer) and not is_container(value):
+            with calling("load_state_dict", value, path):
+                load_optimizer(value, new, self.holders, path)
+        elif is_generator(value):
+            set_generator_state(value, new, path)
+        elif has_state(value):
+            with calling("load_state_dict", value, path):
+                value.load_state_dict(new)
+        elif not is_plain(value):
+            self.visit(value, new, path)
+        elif isinstance(value, MutableMapping) and (
+            type(value) is type(new) or {type(value), type(new)} <= {dict, OrderedDict}
+        ):
+            value.clear()
+            value.update(new)
+        else:
+            owner[key] = new

@@ -1,0 +1,51 @@
+"""Describes the shards of a rank for the other ranks.
+
+Imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ckpt_tools.core.box import Box
+from ckpt_tools.loop.state.shards import Shard, alias_key
+
+
+class ShardInfo(NamedTuple):
+    """The description of a shard: FQN, type, global shape, box.
+
+    `alias` is the FQN of the tensor whose memory it shares, "" for none.
+    """
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    alias: str = ""
+
+
+def shard_infos(
+    shards: Sequence[Shard], seen: dict[object, str] | None = None
+) -> tuple[ShardInfo, ...]:
+    """Returns a `ShardInfo` for each of this rank's shards; `alias` marks tied weights.
+
+    Args:
+        shards: of this rank.
+        seen: the name of each memory that was seen before. Those of these shards are added.
+    """
+    seen = {} if seen is None else seen
+    infos = []
+    for shard in shards:
+        key = alias_key(shard)
+        first = shard.fqn if key is None else seen.setdefault(key, shard.fqn)
+        infos.append(
+            ShardInfo(
+                shard.fqn,
+                shard.dtype.name,
+                shard.shape,
+                shard.box,
+                "" if first == shard.fqn else first,
+            )
+        )
+    return tuple(infos)

@@ -1,0 +1,1 @@
+"""The steps of a run: which one to resume from, which ones stay, and their mirror."""

@@ -1,0 +1,229 @@
+"""Copies complete steps of a run from the disk to an object store, in the background.
+
+One process copies one step at a time, and always takes the newest waiting step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt_tools.core.logs import log
+from ckpt_tools.errors import CheckpointError, StorageError, printable
+from ckpt_tools.loop.steps import rollback
+from ckpt_tools.loop.steps.policy import Retention
+from ckpt_tools.loop.steps.retention import retain
+from ckpt_tools.loop.steps.waiting import wait_for_thread, with_hint
+from ckpt_tools.operations.copy import copy
+from ckpt_tools.publish.manifest import find_manifest
+from ckpt_tools.publish.run_root import RunRoot
+from ckpt_tools.publish.steps import (
+    STEP_FORMATS,
+    Step,
+    find_latest,
+    find_step,
+    list_steps,
+    rollbacks,
+    step_name,
+)
+from ckpt_tools.publish.superseded import RollbackNote, remove_note, write_note
+from ckpt_tools.storage import LocalStore
+
+Retained = tuple[Retention, set[int]]  # and numbers of steps that always stay
+
+
+class Mirror:
+    """Copies the steps of a run to a URL.
+
+    A failure is logged, and `close` raises it. The next step is tried anyway.
+    """
+
+    def __init__(
+        self,
+        there: RunRoot,
+        every: int | None,
+        retained: Callable[[], Retained],
+    ) -> None:
+        """Stores the settings, and does not contact the store yet.
+
+        Args:
+            there: root of the copies in the store.
+            every: steps whose number is a multiple of this are copied; all if None.
+            retained: returns which steps stay, at present.
+        """
+        self.there, self.every, self._retained = there, every, retained
+        self.error: CheckpointError | None = None
+        self.resumed: Path | str | None = None
+        self._root: RunRoot | None = None
+        self._told: set[str] = set()
+        self._is_known = False  # whether the store has been listed
+        self._waiting: Path | None = None
+        self._running: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def start(self, root: RunRoot) -> None:
+        """Starts a first look at the store in the background.
+
+        It removes the leftovers of dead jobs. It copies the newest complete step if the store lacks
+        it: the job that wrote the step may have died before.
+        """
+        self._root = root
+        with self._lock:
+            self._work_on()
+
+    def _work_on(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="ckpt-mirror")
+            self._thread.start()
+
+    def _begin(self) -> None:
+        """Lists the store for the first time, and removes leftovers."""
+        for left in self.there.remove_leftovers():
+            log.info("removed what a dead job left: %s", left.url)
+        rollback.complete(self.there)
+        self._is_known = True
+        wanted = [
+            s for s in self._steps() if not s.problem and not (self.every and s.number % self.every)
+        ]
+        there = find_latest(self.there).step
+        with self._lock:
+            if (
+                wanted
+                and self._waiting is None
+                and (there is None or there.number < wanted[-1].number or self._has_news())
+            ):
+                self._waiting = Path(wanted[-1].path)
+
+    def _steps(self) -> list[Step]:
+        return list_steps(self._root) if self._root is not None else []
+
+    def _rollbacks(self) -> list[tuple[RollbackNote, bool]]:
+        return rollbacks(self._root) if self._root is not None else []
+
+    def _has_news(self) -> bool:
+        """Tells whether a rollback is in effect on the disk but not yet in the mirror."""
+        return any(is_in_effect for _, is_in_effect in self._rollbacks())
+
+    def add(self, number: int, path: Path) -> None:
+        """Queues a newly committed step; it replaces a step that is still waiting."""
+        if self.every and number % self.every:
+            return
+        with self._lock:
+            self._waiting = path
+            self._work_on()
+
+    def needed(self) -> list[Path]:
+        """Returns the steps that must stay on the disk, because they are not copied yet."""
+        with self._lock:
+            return [path for path in (self._running, self._waiting) if path is not None]
+
+    def _work(self) -> None:
+        try:
+            self._copy_all()
+        finally:
+            with self._lock:
+                if self._thread is threading.current_thread():  # it died of something unforeseen
+                    self._thread = self._running = None
+
+    def _copy_all(self) -> None:
+        """Copies waiting steps until there are none."""
+        if not self._is_known:
+            try:
+                self._begin()
+            except Exception as error:  # noqa: BLE001  # the next step is tried anyway
+                self.error = (
+                    error if isinstance(error, CheckpointError) else StorageError(str(error))
+                )
+                log.warning("the mirror cannot be listed: %s", with_hint(error))
+        while True:
+            with self._lock:
+                self._running, self._waiting = self._waiting, None
+                if self._running is None:
+                    self._thread = None
+                    return
+                path = self._running
+            try:
+                self._copy(path)
+                self.error = None
+            except Exception as error:  # noqa: BLE001  # `close` raises it
+                self.error = (
+                    error if isinstance(error, CheckpointError) else StorageError(str(error))
+                )
+                log.warning("could not mirror %s: %s", path, with_hint(error))
+                continue
+            self._retain()
+
+    def _copy(self, path: Path) -> None:
+        """Copies a step, and sets aside the steps that rollbacks on the disk have superseded."""
+        store = LocalStore(path)
+        try:
+            manifest = find_manifest(store)
+        finally:
+            store.close()
+        notes = [
+            note
+            for note, is_in_effect in self._rollbacks()
+            if is_in_effect and manifest is not None
+        ]
+        for note in notes:
+            write_note(
+                self.there,
+                replace(
+                    note,
+                    step=path.name,
+                    attempt=manifest.attempt if manifest else "",
+                    is_committed=False,
+                ),
+            )
+        there = find_step(self.there, path.name)
+        if (
+            there is not None
+            and manifest is not None
+            and there.manifest is not None
+            and there.manifest.attempt != manifest.attempt
+        ):
+            where = rollback.set_aside(self.there, there, manifest.attempt)
+            log.warning(
+                "%s was saved again: the copy in the mirror is set aside as %s",
+                printable(str(path)),
+                printable(where),
+            )
+        result = copy(path, self.there.step_path(path.name), storage_options=self.there.options)
+        log.info("mirrored %s in %.1f s", result.destination, result.seconds)
+        if notes:
+            rollback.complete(self.there)
+        for note in notes:
+            if self._root is not None:
+                remove_note(self._root, note)
+
+    def _retain(self) -> None:
+        """Removes old steps, but none whose original is pinned. A failure is only a warning."""
+        pinned = [self.there.step_path(step.name) for step in self._steps() if step.is_pinned]
+        rules, protected = self._retained()
+        best = [self.there.step_path(step_name(n, f)) for n in protected for f in STEP_FORMATS]
+        kept = [*([self.resumed] if self.resumed else []), *pinned, *best]
+        if retain(self.there, rules, kept, self._told):
+            self.resumed = None
+
+    def wait(self) -> None:
+        """Waits until nothing is left to copy; logs this after 5 s and then every minute."""
+        where = printable(str(self.there.path))
+        wait_for_thread(lambda: self._thread, f"a step to be mirrored to {where}")
+
+    def close(self) -> None:
+        """Waits until nothing is left to copy.
+
+        Raises:
+            StorageError: the newest step is not in the store.
+        """
+        self.wait()
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise StorageError(
+                "the newest step could not be mirrored to"
+                f" {printable(str(self.there.path))}: {with_hint(error)}",
+                hint="it is complete on the disk: `ckpt copy` it there",
+            ) from error

@@ -1,0 +1,284 @@
+"""Removes old steps of a run, and decides which steps stay.
+
+A step is removed in one instant: no reader ever sees a part of it.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.core.logs import log
+from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
+from ckpt_tools.formats.base import note_of
+from ckpt_tools.loop.steps.policy import Retention
+from ckpt_tools.operations.thin import thin_steps
+from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.run_root import RunRoot
+from ckpt_tools.publish.staying import MAX_NAMES, reason_to_stay
+from ckpt_tools.publish.steps import Step, damage, find_step, look_at, survey
+from ckpt_tools.storage import is_url, local_path, open_store
+from ckpt_tools.transfer.options import Reading
+
+_PIN_TEXT = (
+    b"This step is pinned: ckpt prune and retention never remove it. Delete this file to let it"
+    b" go.\n"
+)
+Options = Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """The result of a `prune_steps`, or of its dry run.
+
+    Attributes:
+        removed: steps, oldest first.
+        policies: path of each step that a rule keeps, with the rules.
+        kept: path of each step that the rules would remove but that stays, with the reason.
+        damaged: path of each step that was read and found damaged, with the problem. Such a step is
+            neither counted nor removed.
+        failed: path of each step that could not be removed, with the error.
+    """
+
+    removed: list[Step] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    damaged: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    policies: dict[str, str] = field(default_factory=dict)
+
+
+def removable(
+    steps: Iterable[Step], rules: Retention, kept: Iterable[Path | str] = ()
+) -> list[Step]:
+    """Returns the steps that the rules allow to remove.
+
+    Args:
+        steps: from `list_steps`. Incomplete and superseded steps, steps without a manifest, links,
+            and several steps with one number are neither counted nor removed.
+        rules: which complete steps stay.
+        kept: paths that stay whatever the rules say.
+    """
+    complete = [s for s in steps if _counts(s)]
+    stay = {str(path) for path in kept} | _reasons(complete, rules).keys()
+    return [s for s in complete if s.is_removable and str(s.path) not in stay]
+
+
+def _reasons(complete: Sequence[Step], rules: Retention) -> dict[str, str]:
+    return rules.reasons(complete, dt.datetime.now(dt.UTC))
+
+
+def _counts(step: Step) -> bool:
+    """Tells whether a step protects a run, so that older ones may go.
+
+    Such a step is complete, and its manifest has the step's own number. Without a manifest, nothing
+    proves a step. Without a number, a copy of an old step could stand for the newest one. Of two
+    directories with one number, one is a copy, and neither counts.
+    """
+    return (
+        not step.twin
+        and step.manifest is not None
+        and step.manifest.step == step.number
+        and not step.problem
+        and not step.superseded_by
+        and not os.path.islink(step.path)
+    )
+
+
+def prune_steps(
+    root: RunRoot,
+    rules: Retention,
+    kept: Iterable[Path | str] = (),
+    dry_run: bool = False,
+    reads: bool | None = None,
+    passed: Container[str] = (),
+) -> Pruned:
+    """Removes the steps that the rules allow to remove, oldest first.
+
+    If one cannot be removed, it continues with the next.
+
+    A pinned step stays in any case. So does a step that a link of the run leads to, and one with
+    files that no save wrote. The first step of a new branch stays until the old branch's steps have
+    been set aside.
+
+    Args:
+        root: of the run.
+        rules, kept: as for `removable`.
+        dry_run: remove nothing.
+        reads: read the counted steps first, and count the next older step for each damaged one.
+            If None, only the newest step is read, so that at least one sound step stays.
+        passed: paths of steps that a resume has found unusable. They are neither counted nor
+            removed.
+
+    Raises:
+        NotACheckpointError: there is no such directory.
+        StorageError: it cannot be listed.
+    """
+    if not root.exists():
+        raise NotACheckpointError(f"not a directory: {printable(str(root.path))}")
+    steps, needed = survey(root)
+    victims, damaged = _choose(
+        [step for step in steps if str(step.path) not in passed],
+        lambda counted: removable(counted, rules, kept),
+        rules.last or 1,
+        reads,
+    )
+    counted = [step for step in steps if _counts(step) and str(step.path) not in damaged]
+    result = Pruned(damaged=damaged, policies=_reasons(counted, rules))
+    for step in steps:
+        if step.twin:
+            reason = f"{printable(step.twin)} has the same number, so neither counts"
+            result.kept[str(step.path)] = reason
+    links = root.links() if victims else []
+    for step in victims:
+        if reason := (
+            "the first step of a new branch"
+            if step.name in needed
+            else reason_to_stay(root, step, links)
+        ):
+            result.kept[str(step.path)] = reason
+            continue
+        try:
+            if not dry_run:
+                remove_step(root, step)
+            result.removed.append(step)
+        except CheckpointError as error:
+            result.failed[str(step.path)] = str(error)
+    return result
+
+
+def retain(
+    root: RunRoot,
+    rules: Retention,
+    kept: Iterable[Path | str],
+    told: set[str],
+    passed: Container[str] = (),
+) -> bool:
+    """Prunes during training, logs the result, and returns whether it was possible.
+
+    It reads no step: this job has just written the newest one and compared its bytes.
+
+    Args:
+        root, rules, kept, passed: as for `prune_steps`.
+        told: messages that were logged before and are not repeated.
+    """
+    try:
+        result = prune_steps(root, rules, kept, reads=False, passed=passed)
+    except (CheckpointError, OSError) as error:
+        log.warning("could not remove old steps: %s", error)
+        return False
+    for step in result.removed:
+        log.info("removed %s: newer ones are complete", step.path)
+    for path, text in result.failed.items():
+        log.warning("could not remove %s: %s", path, text)
+    for path, reason in result.kept.items():
+        if (text := f"{path} stays: {reason}") not in told:
+            log.warning("%s", text)
+            told.add(text)
+    is_thinned = _thin(root, rules, kept, told)
+    return is_thinned and not result.failed
+
+
+def _thin(root: RunRoot, rules: Retention, kept: Iterable[Path | str], told: set[str]) -> bool:
+    """Thins old steps if the rules say so, logs the result, and returns whether it was possible."""
+    if rules.full is None:
+        return True
+    held = {str(path) for path in kept}
+    options: Reading = {"storage_options": root.options, "jobs": 1}
+    try:
+        result = thin_steps(root, rules.full, held=held, reads=False, options=options)
+    except (CheckpointError, OSError) as error:
+        log.warning("could not thin old steps: %s", error)
+        return False
+    for step in result.thinned:
+        log.info("thinned %s: no %s", step.path, ", ".join(step.dropped))
+    for path, text in result.failed.items():
+        if (line := f"could not thin {path}: {text}") not in told:
+            log.warning("%s", line)
+            told.add(line)
+    return not result.failed
+
+
+def _choose(
+    steps: Sequence[Step],
+    rule: Callable[[list[Step]], list[Step]],
+    keep_last: int,
+    reads: bool | None,
+) -> tuple[list[Step], dict[str, str]]:
+    """Returns the sound steps that the rule allows to remove, and the problems of damaged steps."""
+    damaged: dict[str, str] = {}
+    sound: set[str] = set()
+    while True:
+        steps = [s for s in steps if str(s.path) not in damaged]
+        victims = rule(list(steps))
+        left = [s for s in steps if _counts(s) and s not in victims]
+        doubtful = left[-keep_last:] if reads else left[-1:] if reads is None else []
+        step = next((s for s in reversed(doubtful) if str(s.path) not in sound), None)
+        if not victims or step is None:
+            return victims, damaged
+        if problem := damage(step):
+            damaged[str(step.path)] = problem
+        sound.add(str(step.path))
+
+
+def remove_named(root: RunRoot, name: str) -> str:
+    """Removes a checkpoint with a name of its own, in one instant.
+
+    Returns why it stays: it is no checkpoint that a save wrote, or other files lie in it. Returns
+    "" if it is removed.
+    """
+    path = root.step_path(name)
+    if os.path.islink(path):
+        return "it is a link"
+    step = look_at(None, open_store(path, root.options))
+    if step.manifest is None or step.manifest.operation != "save":
+        return step.problem or "no save wrote it"
+    listed = {*step.manifest.files, *(step.manifest.index or ())[:1]}
+    foreign = [n for n in root.all_files(name) if n not in listed and not note_of(n)]
+    if foreign:
+        return f"other files lie in it: {printable(', '.join(foreign[:MAX_NAMES]))}"
+    root.remove(name, step.manifest.attempt)
+    return ""
+
+
+# ---- pins ----------------------------------------------------------------------------------------
+
+
+def pin_step(path: Path | str, options: Options = None, removes: bool = False) -> bool:
+    """Adds or removes the pin of a step; returns whether that changed anything.
+
+    Args:
+        path: path or URL of the step, `RUN/step-00000100`.
+        options: of the object store, as fsspec takes them.
+        removes: remove the pin.
+
+    Raises:
+        NotACheckpointError: there is no such step.
+        StorageError: it cannot be written to.
+    """
+    where = os.fspath(path).rstrip("/")
+    full = where if is_url(where) else os.path.abspath(local_path(where))
+    folder, _, name = full.rpartition("/")
+    root = open_root(folder or "/", options)
+    step = find_step(root, name)
+    if step is None:
+        raise NotACheckpointError(
+            f"no step of a run: {printable(where)}", hint="a step is named like RUN/step-00000100"
+        )
+    if step.is_pinned is not removes:
+        return False
+    root.unpin(name) if removes else root.pin(name, _PIN_TEXT)
+    return True
+
+
+def remove_step(root: RunRoot, step: Step) -> None:
+    """Removes a step: first its name or index, in one instant, then its bytes.
+
+    Raises:
+        StorageError: it could not be removed.
+    """
+    assert step.manifest is not None
+    root.remove(step.name, step.manifest.attempt)

@@ -1,0 +1,87 @@
+"""Functions for the directory of a run: its steps, the newest one, and removing old ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tools.errors import PlanError
+from ckpt_tools.loop.steps.policy import Retention
+from ckpt_tools.loop.steps.retention import Pruned, prune_steps
+from ckpt_tools.operations.arguments import checked
+from ckpt_tools.publish import steps as run_steps
+from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.steps import Step
+
+Root = str | os.PathLike[str]
+
+
+@checked()
+def steps(root: Root, *, storage_options: Mapping[str, Any] | None = None) -> list[Step]:
+    """Returns the steps of a run by number, complete or not. No data is read.
+
+    Args:
+        root: directory of the run, a path or a URL.
+        storage_options: of the object store, as fsspec takes them.
+
+    Raises:
+        StorageError: the directory cannot be read.
+    """
+    return run_steps.list_steps(open_root(root, storage_options))
+
+
+@checked()
+def latest(
+    root: Root, *, verify: bool = False, storage_options: Mapping[str, Any] | None = None
+) -> Step | None:
+    """Returns the newest complete step of a run; None if there is none.
+
+    Args:
+        root: directory of the run, a path or a URL.
+        verify: also read every byte, and pass over a step that is damaged.
+        storage_options: of the object store, as fsspec takes them.
+
+    Raises:
+        StorageError: the directory cannot be read.
+    """
+    return run_steps.find_latest(open_root(root, storage_options), verify=verify).step
+
+
+@checked()
+def prune(
+    root: Root,
+    keep_last: int | None = None,
+    *,
+    keep_every: int | None = None,
+    retention: Retention | None = None,
+    verify: bool | None = None,
+    dry_run: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Pruned:
+    """Removes old steps of a run, oldest first.
+
+    A pinned step stays. So does one that a link leads to, and one with files that no save wrote.
+
+    Args:
+        root: directory of the run, a path or a URL. No job may be saving to it.
+        keep_last: how many of the newest complete steps stay, at least 1.
+        keep_every: steps whose number is a multiple of this stay too.
+        retention: rules in place of these two.
+        verify: read the counted steps, and do not count damaged ones. If None, only the newest step
+            is read.
+        dry_run: remove nothing, and return what would be removed.
+        storage_options: of the object store, as fsspec takes them.
+
+    Raises:
+        NotACheckpointError: there is no such directory.
+        PlanError: a number is less than 1.
+        StorageError: the directory cannot be read.
+    """
+    if (keep_last is None) == (retention is None) or (retention and keep_every is not None):
+        raise PlanError("expected keep_last, or retention in its place")
+    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise PlanError(f"{name}: expected a whole number of at least 1, got {value!r}")
+    rules = Retention(keep_last, keep_every) if retention is None else retention
+    return prune_steps(open_root(root, storage_options), rules, dry_run=dry_run, reads=verify)
