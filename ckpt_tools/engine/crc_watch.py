@@ -82,7 +82,7 @@ class CrcWatch:
             else None
         )
 
-    def hand_over(self, crcs: Mapping[Extent, int]) -> list[RangeCrcs]:
+    def partial_ranges(self, crcs: Mapping[Extent, int]) -> list[RangeCrcs]:
         """Returns the reads of ranges that this process read only in part.
 
         Another process may have read the rest. Ranges without a known CRC-32 are left out.

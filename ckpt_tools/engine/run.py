@@ -103,7 +103,7 @@ def run_batches(
         CheckpointError: the first error of any thread; the others stop before their next batch.
     """
     totals, stop = Totals(), threading.Event()
-    feed = _Feed(batches, store, looks_ahead)
+    feed = _BatchQueue(batches, store, looks_ahead)
 
     def work() -> None:
         worker = _Worker(sink, Reader(store, crc_watch), alter or {})
@@ -126,7 +126,7 @@ def run_batches(
     return totals
 
 
-class _Feed:
+class _BatchQueue:
     """Hands batches to threads, and tells the store ahead of time what they will read."""
 
     def __init__(self, batches: Iterable[Batch], store: Store, looks_ahead: bool) -> None:

@@ -62,13 +62,13 @@ class Finding(NamedTuple):
 
 
 @dataclass
-class _Seen:
+class _ValueCounts:
     nans: int = 0
     infs: int = 0
     first: bytes | None = None
     is_constant: bool = True
 
-    def add(self, other: _Seen) -> None:
+    def add(self, other: _ValueCounts) -> None:
         """Adds the result of another part of the tensor."""
         self.nans, self.infs = self.nans + other.nans, self.infs + other.infs
         self.is_constant = self.is_constant and other.is_constant and other.first == self.first
@@ -78,7 +78,7 @@ class ScanSink:
     """A sink that examines values and keeps none of them."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _ValueCounts] = {}
         self._lock = threading.Lock()
 
     def room(self, tile: Tile) -> Bytes | None:
@@ -90,16 +90,16 @@ class ScanSink:
         for tile, data in zip(batch.tiles, tiles, strict=True):
             nans, infs = count_special(data, tile.tensor.dst_dtype)
             first = data[: tile.tensor.dst_dtype.itemsize].tobytes()
-            found = _Seen(nans, infs, first, _is_constant(data, len(first)))
+            found = _ValueCounts(nans, infs, first, _is_constant(data, len(first)))
             with self._lock:
-                self._seen.setdefault(tile.tensor.fqn, _Seen(first=first)).add(found)
+                self._seen.setdefault(tile.tensor.fqn, _ValueCounts(first=first)).add(found)
 
     def share(self, group: Group) -> None:
         """Merges the results of all ranks of a group."""
         found = group.all_gather(self._seen, "gather findings")
         self._seen = {}
         for fqn, seen in (item for one in found for item in one.items()):
-            self._seen.setdefault(fqn, _Seen(first=seen.first)).add(seen)
+            self._seen.setdefault(fqn, _ValueCounts(first=seen.first)).add(seen)
 
     def findings(self, tensors: Iterable[TensorEntry]) -> list[Finding]:
         """Returns the findings for these tensors, in their order.

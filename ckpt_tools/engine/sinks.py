@@ -28,7 +28,7 @@ from ckpt_tools.engine.trailers import (
     cells_of,
     frames_of,
     payloads,
-    vouched_for,
+    with_known_slots,
 )
 from ckpt_tools.errors import StorageError
 from ckpt_tools.storage import MemoryStore, Store, WritableStore, Writer
@@ -165,7 +165,7 @@ class WriteSink:
         self.target, self.store, self._name, self._whole = target, store, name, whole or target
         self.fingerprints = Fingerprints()
         self._ranges: dict[str, list[HashedRange]] = {}
-        self._vouched: dict[str, list[Sequence[HashedRange]]] = {}
+        self._known_slots: dict[str, list[Sequence[HashedRange]]] = {}
         self._pieces: dict[str, HashedRanges] = {name: HashedRanges() for name in target.file_sizes}
         self._with_crc32 = {t.file for t in target.trailers}
         self._is_stream = not store.capabilities.can_write_anywhere
@@ -188,12 +188,12 @@ class WriteSink:
                     self._put(literal.file, literal.start, literal.data)
                 )
 
-    def vouch(self, name: str, slot: Sequence[HashedRange], sent_nbytes: int) -> None:
+    def add_known_slot(self, name: str, slot: Sequence[HashedRange], sent_nbytes: int) -> None:
         """Notes the checksums of a slot, piece by piece, before any of its bytes pass.
 
         Only `sent_nbytes` bytes of the slot will pass here.
         """
-        self._vouched.setdefault(name, []).append(slot)
+        self._known_slots.setdefault(name, []).append(slot)
         frame = self._frame_of(name, slot[0].start)
         if frame:
             frame.left, frame.crc32 = sent_nbytes, join_crc32((p.crc32, p.nbytes) for p in slot)
@@ -298,7 +298,9 @@ class WriteSink:
         )
         checksums, boxes = {}, self._long_boxes()
         for name in list(self._pieces):  # one file at a time: there may be a million payloads
-            pieces = vouched_for(sorted(self._pieces.pop(name)), self._vouched.get(name, ()))
+            pieces = with_known_slots(
+                sorted(self._pieces.pop(name)), self._known_slots.get(name, ())
+            )
             around = [(lit.start, lit.data) for lit in literals.get(name, ())]
             for behind, inside in payloads(trailers.get(name, ()), pieces):
                 cells = cells_of(inside, boxes.get((name, behind[0].slot_start)))
@@ -308,7 +310,7 @@ class WriteSink:
                     around += [(trailer.start, trailer.render(crc)) for trailer in behind]
             pieces += [self._put(name, start, data) for start, data in _joined(around)]
             checksums[name] = _join_file(name, pieces, self._whole.file_sizes[name])
-            if name in self._vouched and isinstance(writer := self._writers[name], PartsWriter):
+            if name in self._known_slots and isinstance(writer := self._writers[name], PartsWriter):
                 writer.expect(checksums[name])
         self._finish_writers()
         return checksums
@@ -360,7 +362,7 @@ class WriteSink:
                     self._put(literal.file, literal.start, literal.data)
                 )
 
-    def hand_over(self) -> SinkState:
+    def export_state(self) -> SinkState:
         """Makes the written bytes durable, and returns the state that another process needs.
 
         The other process completes the files that several processes write.

@@ -106,12 +106,12 @@ def cells_of(payload: Sequence[HashedRange], box: Box | None) -> list[HashedRang
     ]
 
 
-def vouched_for(
+def with_known_slots(
     ordered: list[HashedRange], slots: Iterable[Sequence[HashedRange]]
 ) -> list[HashedRange]:
-    """Returns the pieces of a file, with the vouched pieces of each slot in place of its own.
+    """Returns the pieces of a file, with the known pieces of each slot in place of its own.
 
-    A vouched slot has checksums from elsewhere, because not all of its bytes pass here.
+    A known slot has checksums from elsewhere, because not all of its bytes pass here.
     """
     for slot in slots:
         first, last = (

@@ -83,7 +83,7 @@ class _Order(NamedTuple):
     rank: int
 
 
-class _Wrote(NamedTuple):
+class _WriteResult(NamedTuple):
     """A rank's message to the coordinator about an item; the first one also describes its file."""
 
     info: _StorageInfo
@@ -220,7 +220,9 @@ class StorageWriter(storage.StorageWriter):
                 WriteResult(
                     item.index,
                     nbytes,
-                    _Wrote(_StorageInfo(name, start, nbytes), share, None if number else alone),
+                    _WriteResult(
+                        _StorageInfo(name, start, nbytes), share, None if number else alone
+                    ),
                 )
                 for number, (item, start, nbytes, share) in enumerate(told)
             ]

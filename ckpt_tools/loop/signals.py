@@ -86,7 +86,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
                 else f", and the training loop does not call {_ASKS[number]}: it is not handled"
             ),
         )
-        _as_before(number, frame)
+        _handle_as_before(number, frame)
         return
     log.warning("got %s: preempted() tells the training loop; a second one is not handled", name)
     for watch in _watches:
@@ -105,7 +105,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _as_before(number: int, frame: FrameType | None) -> None:
+def _handle_as_before(number: int, frame: FrameType | None) -> None:
     """Handles a signal as it would be handled without this module."""
     old: Callable[[int, FrameType | None], object] | int | None = _old.get(number)
     if callable(old):

@@ -131,13 +131,13 @@ def average(
             mean.source, dst, target, rest, "average", mean.version, mean.prove, about
         )
     except PlanError as error:
-        hint = _own_words(error.hint) if error.hint else None
-        raise PlanError(_own_words(str(error)), hint=hint) from error
-    notes = [_own_words(note) for note in result.notes]
+        hint = _with_own_option(error.hint) if error.hint else None
+        raise PlanError(_with_own_option(str(error)), hint=hint) from error
+    notes = [_with_own_option(note) for note in result.notes]
     return replace(result, notes=(*notes, *mean.notes()))
 
 
-def _own_words(text: str) -> str:
+def _with_own_option(text: str) -> str:
     """Names the option for a config as `average` has it; its `--base` is a model."""
     return text.replace("--base", "--config-from")
 

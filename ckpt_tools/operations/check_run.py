@@ -78,7 +78,7 @@ def check_run(
         found += _missing(steps, every)
     sound = [step for step in steps if not step.problem and step.manifest is not None]
     found += _unchanged(sound, unchanged_steps)
-    found += _jumps(sound, jump)
+    found += _large_updates(sound, jump)
     return sorted(found, key=lambda problem: problem.step)
 
 
@@ -131,7 +131,7 @@ def _unchanged(steps: Sequence[Step], count: int) -> Iterator[RunProblem]:
             yield RunProblem(newest[-1].number, "unchanged", text)
 
 
-def _jumps(steps: Sequence[Step], jump: float) -> Iterator[RunProblem]:
+def _large_updates(steps: Sequence[Step], jump: float) -> Iterator[RunProblem]:
     """Yields updates of weights in the newest steps that are far above those before.
 
     Each is divided by the distance to the step before, because the steps may be unevenly spaced.

@@ -514,7 +514,7 @@ class _Work:
             batches = batches_for(division.plan, {}, tiles, staged.writable, division.share)
             with group.phase("copy"):
                 run_batches(batches, self.source.store, sink, jobs, advance, crc_watch=crc_watch)
-            told = collect(sink, group, crc_watch.hand_over({}))
+            told = collect(sink, group, crc_watch.partial_ranges({}))
             with group.phase("prove"):
                 for parts in told:
                     crc_watch.absorb(parts, {})

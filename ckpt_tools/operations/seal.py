@@ -99,7 +99,7 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
             f" ({printable(work.store.url)})",
             hint="an older save into the same directory left them: move them away first",
         )
-    found = _Found(work, sizes)
+    found = _FileChecksums(work, sizes)
     for batch in work.batches(sizes):
         found.add(batch)
     tensors = list(work.catalog.tensors.values())
@@ -150,7 +150,7 @@ def _refuse(problems: Sequence[Problem]) -> None:
         )
 
 
-class _Found:
+class _FileChecksums:
     """The checksums of all files, collected batch by batch.
 
     Attributes:

@@ -265,7 +265,9 @@ class FinishedTiles:
             if left:
                 yield batch if len(left) == len(batch.tiles) else Batch(left)
 
-    def tell(self, sink: WriteSink | None, crc_watch: CrcWatch, overflowed: dict[str, int]) -> None:
+    def restore(
+        self, sink: WriteSink | None, crc_watch: CrcWatch, overflowed: dict[str, int]
+    ) -> None:
         """Passes the notes on: to a sink, if this process completes the files, and to the CRC
         watch.
         """

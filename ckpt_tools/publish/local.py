@@ -59,7 +59,7 @@ def check_destination(
         StorageError: it exists, holds foreign files, or its folder cannot be written to.
     """
     if not overwrite:
-        bring_back(target.parent, _escape_glob(target.name))
+        restore_aside(target.parent, _escape_glob(target.name))
     parent = existing_parent(target)
     if not parent.is_dir():
         raise StorageError(f"the destination's parent is not a directory: {printable(str(parent))}")
@@ -314,7 +314,7 @@ def remove_dead(
         spared: one that stays.
     """
     if not dry_run:
-        bring_back(parent, name)
+        restore_aside(parent, name)
     dead = []
     for prefix in (_STAGING, _TRASH):
         for path in _unheld(parent, prefix, name):
@@ -329,7 +329,7 @@ def remove_dead(
     return dead
 
 
-def bring_back(parent: Path, name: str = "*") -> None:
+def restore_aside(parent: Path, name: str = "*") -> None:
     """Restores the name of an old result that a dead attempt has set aside.
 
     If the new result is in place, the old one becomes trash.

@@ -14,7 +14,7 @@ from ckpt_tools.formats.base import PIN
 from ckpt_tools.publish.flock import owner_problem
 from ckpt_tools.publish.local import remove_dead, sync_directory, trash_path
 from ckpt_tools.publish.local_destination import LocalDestination
-from ckpt_tools.publish.lock import FileLock, see_lock
+from ckpt_tools.publish.lock import FileLock, wait_for_lock_file
 from ckpt_tools.publish.rename import publish_name
 from ckpt_tools.publish.run_root import GRACE_S, Leftover, RootEntries
 from ckpt_tools.storage import LocalStore, read, write_file
@@ -58,7 +58,7 @@ class LocalRoot:
         return FileLock(self.path)
 
     def check_shared(self, written: bytes, rank: int) -> None:
-        see_lock(self.path, written, rank)
+        wait_for_lock_file(self.path, written, rank)
 
     def remove_leftovers(self, grace_s: float = GRACE_S, dry_run: bool = False) -> list[Leftover]:
         del grace_s

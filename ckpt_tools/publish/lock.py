@@ -83,7 +83,7 @@ def _is_mine(holder: Mapping[str, Any]) -> bool:
     return all(holder.get(key) == me[key] for key in ("host", "pid", "boot", "started"))
 
 
-def _lives_here(holder: Mapping[str, Any]) -> bool | None:
+def _is_holder_alive(holder: Mapping[str, Any]) -> bool | None:
     """Tells whether the process that holds a lease is alive; None if it ran on another machine."""
     if (
         not holder.get("boot")
@@ -219,7 +219,7 @@ class FileLock:
         self._fd = -1
 
 
-def see_lock(root: Path, written: bytes, rank: int) -> None:
+def wait_for_lock_file(root: Path, written: bytes, rank: int) -> None:
     """Makes sure that this process sees the directory that another rank has just locked.
 
     It compares the contents of the lock file.
@@ -313,7 +313,9 @@ class Lease:
                     return
                 first, began = None, time.monotonic()
             holder, text = _parse(seen.data if seen else b"")
-            if seen and (_lives_here(holder) or (first is not None and first.data != seen.data)):
+            if seen and (
+                _is_holder_alive(holder) or (first is not None and first.data != seen.data)
+            ):
                 raise _taken(self._store.url, holder, text)
             if seen and not told:
                 told = True
@@ -329,7 +331,7 @@ class Lease:
     def _is_over(self, seen: SmallObject, watched_s: float) -> bool:
         holder, _ = _parse(seen.data)
         return (
-            _lives_here(holder) is False
+            _is_holder_alive(holder) is False
             or watched_s > LEASE_S
             or (seen.age_s is not None and seen.age_s > LEASE_S)
         )

@@ -176,8 +176,8 @@ def _list(found: _Found, with_superseded: bool = False) -> list[Step]:
         steps = [
             step for step in pool.map(lambda item: look_at(*item), found.steps) if found.shows(step)
         ]
-        victims = _victims(found)
-        steps = _with_twins([_judged(step, victims) for step in steps])
+        superseded_by = _superseded_by(found)
+        steps = _with_twins([_judged(step, superseded_by) for step in steps])
         if not with_superseded:
             return [step for step in steps if not step.superseded_by]
         steps += [
@@ -285,21 +285,21 @@ def _is_in_effect(note: RollbackNote, found: _Found) -> bool:
     return False
 
 
-def _victims(found: _Found) -> dict[tuple[str, str], str]:
+def _superseded_by(found: _Found) -> dict[tuple[str, str], str]:
     """Returns the steps that rollbacks in effect superseded, each with the step in its place.
 
     A step is a pair of name and attempt.
     """
     return {
-        victim: note.step
+        key: note.step
         for note in found.notes
         if _is_in_effect(note, found)
-        for victim in note.victims.items()
+        for key in note.superseded.items()
     }
 
 
-def _judged(step: Step, victims: Mapping[tuple[str, str], str]) -> Step:
-    by = victims.get((step.name, step.attempt), "")
+def _judged(step: Step, superseded_by: Mapping[tuple[str, str], str]) -> Step:
+    by = superseded_by.get((step.name, step.attempt), "")
     return replace(step, superseded_by=by) if by else step
 
 
@@ -390,20 +390,20 @@ def find_latest(
         allow_not_finite: take also a step whose save found NaN or infinity.
     """
     found = _find(root)
-    return _latest(found, verify, skip, _victims(found), allow_not_finite)
+    return _latest(found, verify, skip, _superseded_by(found), allow_not_finite)
 
 
 def _latest(
     found: _Found,
     verify: bool,
     skip: Container[Path | str],
-    victims: Mapping[tuple[str, str], str],
+    superseded_by: Mapping[tuple[str, str], str],
     allow_not_finite: bool,
 ) -> Latest:
     passed: list[tuple[Path | str, str]] = []
     not_finite: list[Path | str] = []
     for number, store in reversed(found.steps):
-        step = _judged(look_at(number, store), victims)
+        step = _judged(look_at(number, store), superseded_by)
         if step.path in skip or step.superseded_by or not found.shows(step):
             continue
         problem = damage(step) if verify else unsound(step)
@@ -425,8 +425,8 @@ def latest_of(
     A rollback that is in effect in one of them is so in all: a mirror may not have heard of it yet.
     """
     places = [_find(root) for root in roots]
-    victims = {victim: by for found in places for victim, by in _victims(found).items()}
-    best = [_latest(found, False, skip, victims, allow_not_finite) for found in places]
+    superseded_by = {key: by for found in places for key, by in _superseded_by(found).items()}
+    best = [_latest(found, False, skip, superseded_by, allow_not_finite) for found in places]
     step = max((b.step for b in best if b.step is not None), key=lambda s: s.number, default=None)
     passed = [item for b in best for item in b.passed_over]
     return Latest(step, passed, [path for b in best for path in b.not_finite])

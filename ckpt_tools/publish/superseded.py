@@ -27,7 +27,7 @@ class RollbackNote:
     Attributes:
         step, attempt: name of the first new step, and the id of the attempt that writes it.
         resumed: number of the step that the new branch begins at.
-        victims: name of each superseded step to the attempt that wrote it, "" where it has no
+        superseded: name of each superseded step to the attempt that wrote it, "" where it has no
             manifest.
         is_committed: whether the first new step was seen complete.
     """
@@ -35,7 +35,7 @@ class RollbackNote:
     step: str
     attempt: str
     resumed: int
-    victims: Mapping[str, str]
+    superseded: Mapping[str, str]
     is_committed: bool = False
 
     @property
@@ -53,7 +53,7 @@ class RollbackNote:
         }
         return (
             json.dumps(
-                {"ckpt_rollback": 1, **fields, "victims": dict(self.victims)}, indent=1
+                {"ckpt_rollback": 1, **fields, "victims": dict(self.superseded)}, indent=1
             ).encode()
             + b"\n"
         )
@@ -70,12 +70,12 @@ def _parse(data: bytes) -> RollbackNote | None:
         if body["ckpt_rollback"] == 1 and re.fullmatch(
             r"[0-9a-f]{8}-[0-9a-f-]{27}", body["attempt"]
         ):
-            victims = {str(name): str(attempt) for name, attempt in body["victims"].items()}
+            superseded = {str(name): str(attempt) for name, attempt in body["victims"].items()}
             return RollbackNote(
                 str(body["step"]),
                 body["attempt"],
                 int(body["resumed"]),
-                victims,
+                superseded,
                 body["is_committed"] is True,
             )
     return None

@@ -189,7 +189,7 @@ class GlooGroup(RankSet):
             return list(flags)
         # these are called after every step, and must cost no more than the exchange
         if kind != "should_save" and not self._broken:
-            self._tell("call", f"{call} at {time.strftime('%H:%M:%S')}")
+            self._put_note("call", f"{call} at {time.strftime('%H:%M:%S')}")
         code = zlib.crc32(call.encode())
         found = np.array([code, -code, *flags], np.int64)
         self._call(
@@ -329,7 +329,7 @@ class GlooGroup(RankSet):
             waited_s = now - began
             store.set(gave_up, f"{now} rank {self.rank} waited {waited_s:.0f} s at {what}")
             missing = self._missing(store)
-            calls = {rank: self._told(store, "call", rank) for rank in missing}
+            calls = {rank: self._note_of(store, "call", rank) for rank in missing}
             made = [f"rank {rank} {call}" for rank, call in calls.items() if call]
             last = f"last call: {', '.join(made)}" if made else "it has made no call of this group"
             who = f"rank {', '.join(map(str, missing))}"
@@ -349,12 +349,12 @@ class GlooGroup(RankSet):
             f" {reason})"
         )
 
-    def _tell(self, key: str, text: str) -> None:
+    def _put_note(self, key: str, text: str) -> None:
         """Writes a note to the job's store, which ranks can read after an exchange has failed."""
         with suppress(RuntimeError, ValueError):
             dist.distributed_c10d._get_default_store().set(f"{self._name}/{key}/{self.rank}", text)
 
-    def _told(self, store: Any, key: str, rank: int) -> str:
+    def _note_of(self, store: Any, key: str, rank: int) -> str:
         where = f"{self._name}/{key}/{rank}"
         return store.get(where).decode() if store.check([where]) else ""
 

@@ -136,7 +136,7 @@ class Prefetcher:
             )
             self._coming_nbytes += nbytes
             future.add_done_callback(partial(self.margins.keep, window, start))
-            future.add_done_callback(partial(self._came, nbytes))
+            future.add_done_callback(partial(self._arrived, nbytes))
 
     def _fetch_in_pieces(self, path: str, start: int, nbytes: int) -> Future[Data]:
         """Fetches a range with several parallel requests."""
@@ -146,7 +146,7 @@ class Prefetcher:
         ]
         return parts[0] if len(parts) == 1 else _together(parts)
 
-    def _came(self, nbytes: int, done: Future[Data]) -> None:
+    def _arrived(self, nbytes: int, done: Future[Data]) -> None:
         del done
         with self._lock:
             self._coming_nbytes -= nbytes
@@ -168,7 +168,7 @@ def _together(parts: list[Future[Data]]) -> Future[Data]:
     whole: Future[Data] = Future()
     left, lock = [len(parts)], threading.Lock()
 
-    def came(done: Future[Data]) -> None:
+    def arrived(done: Future[Data]) -> None:
         del done
         with lock:
             left[0] -= 1
@@ -183,7 +183,7 @@ def _together(parts: list[Future[Data]]) -> Future[Data]:
         parts.clear()  # breaks a reference cycle: the parts refer to this function
 
     for part in parts:
-        part.add_done_callback(came)
+        part.add_done_callback(arrived)
     return whole
 
 

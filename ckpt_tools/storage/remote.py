@@ -479,7 +479,7 @@ class RemoteStore:
         """Returns when a listed object was written, by the store's clock; None if unknown."""
         return self._modified.get(path)
 
-    def about(self, path: str) -> ObjectInfo:
+    def object_info(self, path: str) -> ObjectInfo:
         """Asks the store for the properties of an object."""
         if self.s3 is None:
             return ObjectInfo(None, False, "")
@@ -498,7 +498,7 @@ class RemoteStore:
 
         paths = list(paths)
         with ThreadPoolExecutor(_THREADS, "ckpt-ask") as pool:
-            return dict(zip(paths, pool.map(self.about, paths), strict=True))
+            return dict(zip(paths, pool.map(self.object_info, paths), strict=True))
 
     def stored_crcs(self, paths: Iterable[str]) -> Mapping[str, int]:
         found = {path: about.crc64 for path, about in self.about_all(paths).items()}

@@ -76,7 +76,7 @@ def collect(sink: WriteSink, group: Group, more: T) -> list[T]:
     On rank 0, returns `more` of the other ranks; elsewhere an empty list.
     """
     with group.phase("finish"):
-        mine = sink.hand_over() if group.rank else None
+        mine = sink.export_state() if group.rank else None
     handed = group.gather((mine, more), "gather checksums")
     for other, _ in handed:
         if other is not None:

@@ -46,7 +46,9 @@ class Resume:
         self._claim: RootLock | None = None
 
     def check(self, overwrite: bool) -> None:
-        """Refuses a destination that cannot be written or resumed. `look_back` checks the rest.
+        """Refuses a destination that cannot be written or resumed.
+
+        `find_earlier_attempt` checks the rest.
 
         Raises:
             PlanError: the store cannot resume.
@@ -73,7 +75,7 @@ class Resume:
         """Tells whether this attempt takes the id of an earlier one: files are named after it."""
         return self._is_wanted and self._dst.names_attempts
 
-    def look_back(self, operation: str, source: Store, changes: str, plan: Plan) -> str:
+    def find_earlier_attempt(self, operation: str, source: Store, changes: str, plan: Plan) -> str:
         """Identifies the work, and finds an earlier attempt at it if that is wanted.
 
         Returns:

@@ -65,7 +65,7 @@ class ServerCopy:
         copy_target: where the copies go.
         parts: of every file of which the store copies something.
         rest: the plan of what is left.
-        vouched: slots of which it copies something.
+        known_slots: slots of which it copies something.
         fingerprints: of the tensors that they are of.
         nbytes: bytes that the store copies.
     """
@@ -73,7 +73,7 @@ class ServerCopy:
     copy_target: CopyTarget
     parts: Mapping[str, Sequence[UploadPart]]
     rest: Plan
-    vouched: Sequence[KnownSlot]
+    known_slots: Sequence[KnownSlot]
     fingerprints: Mapping[str, int]
     nbytes: int
 
@@ -99,10 +99,10 @@ class ServerCopy:
         ]
         return self.copy_target.create_copied(path, nbytes, tuple(p.start for p in parts), copied)
 
-    def vouch(self, sink: WriteSink) -> None:
+    def add_known_slots(self, sink: WriteSink) -> None:
         """Tells an opened sink the checksums of the bytes that it does not see."""
-        for vouched in self.vouched:
-            sink.vouch(*vouched)
+        for known_slots in self.known_slots:
+            sink.add_known_slot(*known_slots)
 
 
 def plan_within(
@@ -135,7 +135,7 @@ def plan_within(
     if not parts:
         return None
     sent = {file: _sent_ranges(found) for file, found in parts.items()}
-    tensors, vouched, trusted = [], [], {}
+    tensors, known_slots, trusted = [], [], {}
     for tensor in plan.tensors:
         left = [
             list(cut_slot(tensor, slot, sent[slot.file])) if slot.file in sent else [slot]
@@ -153,7 +153,7 @@ def plan_within(
         itemsize = tensor.dst_dtype.itemsize
         for number in cut:
             sent_nbytes = sum(piece.box.numel for piece in left[number]) * itemsize
-            vouched.append(
+            known_slots.append(
                 KnownSlot(tensor.slots[number].file, slots.known[tensor.fqn, number], sent_nbytes)
             )
         rest = tuple(chain.from_iterable(left))
@@ -162,7 +162,7 @@ def plan_within(
             tensors.append(replace(tensor, slots=rest, copies=tuple(copies)))
     nbytes = sum(p.nbytes for found in parts.values() for p in found if p.source)
     return ServerCopy(
-        copy_target, parts, replace(plan, tensors=tuple(tensors)), vouched, trusted, nbytes
+        copy_target, parts, replace(plan, tensors=tuple(tensors)), known_slots, trusted, nbytes
     )
 
 

@@ -120,10 +120,10 @@ def transfer(request: TransferRequest) -> TransferResult:
         lambda: Transfer(request).run(),
         may_retry=request.options.get("group") is None,
     )
-    return result or _sure(Transfer(replace(request, may_assume=False)).run())
+    return result or _require(Transfer(replace(request, may_assume=False)).run())
 
 
-def _sure(result: TransferResult | None) -> TransferResult:
+def _require(result: TransferResult | None) -> TransferResult:
     assert result is not None  # nothing was assumed
     return result
 
@@ -181,7 +181,7 @@ class Transfer:
         adopts_id = self.resume.adopts_id
         with self.group.phase("plan"):
             plan = self._planned("" if adopts_id else self.attempt_id)
-        earlier = "" if self.is_dry_run else self._look_back(plan)
+        earlier = "" if self.is_dry_run else self._find_earlier_attempt(plan)
         if adopts_id:
             self.attempt_id = earlier or self.attempt_id
             with self.group.phase("name files"):
@@ -199,9 +199,11 @@ class Transfer:
         dtypes = {t.fqn: t.dtype for t in request.layout.tensors}
         return plan_transfer(request.catalog, request.form.lay_out(named), dtypes)
 
-    def _look_back(self, plan: Plan) -> str:
+    def _find_earlier_attempt(self, plan: Plan) -> str:
         request = self.request
-        return self.resume.look_back(request.operation, self.source.store, request.changes, plan)
+        return self.resume.find_earlier_attempt(
+            request.operation, self.source.store, request.changes, plan
+        )
 
     def _divide(self) -> None:
         """Takes this rank's share of the plan, and cuts it into tiles."""
@@ -286,10 +288,10 @@ class Transfer:
         self.crcs = CrcWatch({extent: fqn for extent, fqn in known if fqn not in self.prints})
         self.sink = sink = self.work.sink(attempt, self.server_copy)
         finished = self.resume.finished
-        finished.tell(None if self.group.rank else sink, self.crcs, self.totals.overflowed)
+        finished.restore(None if self.group.rank else sink, self.crcs, self.totals.overflowed)
         open_files(sink, self.group)
         if self.server_copy:
-            self.server_copy.vouch(sink)
+            self.server_copy.add_known_slots(sink)
         with self.group.phase("copy"):
             plan = self.server_copy.rest if self.server_copy else self.work.plan
             batches = batches_for(plan, self.located, self.tiles, attempt.writable, self.work.share)
@@ -377,7 +379,7 @@ class Transfer:
             On rank 0 the checksum of each file.
         """
         group, totals = self.group, self.totals
-        parts = self.crcs.hand_over(crcs) if group.size > 1 else []
+        parts = self.crcs.partial_ranges(crcs) if group.size > 1 else []
         mine = (parts, totals.read_nbytes, totals.overflowed, attempt.kept_nbytes)
         told = collect(sink, group, mine)
         checksums: Mapping[str, int] = {}

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 import ckpt_tools
 from ckpt_tools import CheckpointManager
 from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.local import bring_back
+from ckpt_tools.publish.local import restore_aside
 from ckpt_tools.publish.steps import find_latest
 from tests.faults.crashes import Disk, crash, record
 from tests.jobs import LONG
@@ -120,7 +120,7 @@ def test_where_names_cannot_be_exchanged_the_old_one_comes_back(
 
     def check_the_next(folder: Path, is_over: bool) -> None:
         stood_aside.add(not (folder / "out").exists())
-        bring_back(folder)
+        restore_aside(folder)
         check(folder, is_over)
 
     crash(disk, 6 * STATES, 4, tmp_path, check_the_next)

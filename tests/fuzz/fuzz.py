@@ -294,7 +294,7 @@ def journal(data: bytes) -> object:
     if earlier is None:
         raise CheckpointError("not gone on with")
     sink = WriteSink(Target("dcp", {"f": len(DATA), "g": len(DATA)}, {}), MemoryStore({}))
-    past.tell(sink, CrcWatch({}), {})
+    past.restore(sink, CrcWatch({}), {})
     return past, sink.fingerprints.join()
 
 

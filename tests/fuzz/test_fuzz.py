@@ -158,7 +158,7 @@ def test_a_journal_whose_pieces_lie_outside_of_their_tensor_is_no_crash(
         b"".join(hex64(crc64nvme(line)).encode() + b" " + line + b"\n" for line in lines)
     )
     memory, sink = MemoryStore({"f": b""}), WriteSink(Target("dcp", {"f": 0}, {}), MemoryStore({}))
-    prove_tiles(read_journals(tmp_path, WORK), memory, (1 << 16, 1 << 16), 1, ALONE).tell(
+    prove_tiles(read_journals(tmp_path, WORK), memory, (1 << 16, 1 << 16), 1, ALONE).restore(
         sink, CrcWatch({}), {}
     )
     assert sink.fingerprints.join() == {}

@@ -117,7 +117,7 @@ def read_catalog(store: Store) -> Catalog:
     return _with_values(catalog, store, beside, files[beside]) if beside else catalog
 
 
-class _Aside:
+class _UnreadTensors:
     """Tensors that ckpt does not read: their kinds, and the archives of their chunks."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class _Aside:
         self.kinds[fqn], self.archives[fqn] = kind, [chunk.extent for chunk in chunks]
 
 
-def _set_aside(entries: dict[str, TensorEntry], store: Store, aside: _Aside) -> None:
+def _set_aside(entries: dict[str, TensorEntry], store: Store, aside: _UnreadTensors) -> None:
     """Removes tensors that store something other than the elements of their shape, like torchao's.
 
     Only archives that are too short for their elements are opened.
@@ -185,7 +185,7 @@ def _kind_in(extent: Extent, store: Store) -> str:
 
 
 def _resolve_all(
-    entries: dict[str, TensorEntry], store: Store, aside: _Aside, made: InMemoryFile
+    entries: dict[str, TensorEntry], store: Store, aside: _UnreadTensors, made: InMemoryFile
 ) -> None:
     """Reads conjugated views, and puts their real elements into memory.
 
@@ -242,7 +242,7 @@ def _resolved(opened: OpenedFile, tensor: UnreadTensor) -> bytes:
     return np.ascontiguousarray(-values if "neg" in tensor.pending else values).tobytes()
 
 
-_Read = tuple[dict[str, TensorEntry], dict[str, list[Extent]], list[Metadata], _Aside]
+_Read = tuple[dict[str, TensorEntry], dict[str, list[Extent]], list[Metadata], _UnreadTensors]
 
 
 def _read_index(store: Store, name: str, crcs: dict[str, int]) -> bytes:
@@ -266,7 +266,7 @@ def _read(store: Store, names: Iterable[str], crcs: dict[str, int]) -> _Read:
         for name in names:
             parsed.append(dcp_metadata.parse_metadata(_read_index(store, name, crcs), name))
             _collect(parsed[-1], name, tensors, metas, objects)
-        aside, entries = _Aside(), {}
+        aside, entries = _UnreadTensors(), {}
         for fqn, meta in metas.items():
             if meta.dtype in _QUANTIZED:
                 aside.add(fqn, f"a quantized tensor, {meta.dtype}", tensors[fqn])
@@ -296,7 +296,7 @@ def _read_many(store: Store, name: str, crcs: dict[str, int]) -> _Read | None:
     }
     if len(objects) < len(metadata.objects):
         return None  # some objects have no location
-    aside, entries = _Aside(), {}
+    aside, entries = _UnreadTensors(), {}
     for fqn, meta in metadata.tensors.items():
         if meta.dtype in _QUANTIZED:
             aside.add(fqn, f"a quantized tensor, {meta.dtype}", chunks[fqn])

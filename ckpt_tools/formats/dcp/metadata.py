@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ckpt_tools.core.box import Box
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import FormatError, printable
-from ckpt_tools.formats.pickle.load import brief, load_pickle
+from ckpt_tools.formats.pickle.load import load_pickle, short_repr
 from ckpt_tools.formats.pickle.write import integer
 
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -198,8 +198,8 @@ class _Reader:
             raise self.fail("tensor properties", state)
         if state[1] != "torch.strided":
             raise FormatError(
-                f"unsupported layout: expected torch.strided, got {brief(state[1])} ({self.where},"
-                f" {printable(fqn)!r})"
+                f"unsupported layout: expected torch.strided, got {short_repr(state[1])}"
+                f" ({self.where}, {printable(fqn)!r})"
             )
         chunks = fields.get("chunks")
         if not isinstance(chunks, list):
@@ -238,7 +238,11 @@ class _Reader:
                 raise self.fail("a MetadataIndex and a _StorageInfo", index)
             key, at = index.__dict__, info.__dict__
             if how := at.get("transform_descriptors"):
-                names = ", ".join(map(brief, how[:8])) if isinstance(how, list) else brief(how)
+                names = (
+                    ", ".join(map(short_repr, how[:8]))
+                    if isinstance(how, list)
+                    else short_repr(how)
+                )
                 raise FormatError(
                     f"an item is compressed or transformed, which is not supported yet: {names}"
                     f" ({self.where})"
@@ -289,7 +293,7 @@ class _Emitter:
         # file names that are filled in last: the part that each precedes, and the name
         self.files: list[tuple[int, str]] = []
         self._memo: dict[object, bytes] = dict(memo or {})
-        self._again: dict[object, bytes] = {}
+        self._reused: dict[object, bytes] = {}
 
     @property
     def memo(self) -> Mapping[object, bytes]:
@@ -309,14 +313,14 @@ class _Emitter:
         self._memo[key] = b"h" + bytes([slot]) if slot < 256 else b"j" + struct.pack("<I", slot)
         return made
 
-    def again(self, key: object, make: Callable[[], bytes]) -> bytes:
+    def reused(self, key: object, make: Callable[[], bytes]) -> bytes:
         """Returns the opcodes of `make`, which it computes only twice.
 
         From the second time on they stay the same, because all their values are in the memo.
         """
-        known = self._again.get(key)
+        known = self._reused.get(key)
         if known is None:
-            made, self._again[key] = make(), make()
+            made, self._reused[key] = make(), make()
             return made
         return known
 
@@ -455,31 +459,33 @@ def _emit_tensor(out: _Emitter, tensor: TensorMeta) -> None:
     )
     out.put(out.name("size") + out.size(tensor.shape) + out.name("chunks") + b"](")
     for offsets, sizes in tensor.boxes:
-        head = out.again(
+        head = out.reused(
             "chunk", lambda: out.new(METADATA, "ChunkStorageMetadata") + b"}(" + out.name("offsets")
         )
-        out.put(head + out.size(offsets) + out.again("sizes", lambda: out.name("sizes")))
-        out.put(out.again(sizes, lambda: out.size(sizes) + b"ub"))  # noqa: B023  (called at once)
+        out.put(head + out.size(offsets) + out.reused("sizes", lambda: out.name("sizes")))
+        out.put(out.reused(sizes, lambda: out.size(sizes) + b"ub"))  # noqa: B023  (called at once)
     out.put(b"eub")
 
 
 def _emit_place(
     out: _Emitter, fqn: str, offset: tuple[int, ...] | None, number: int | None, place: ItemLocation
 ) -> None:
-    head = out.again(
+    head = out.reused(
         ("index", fqn),
         lambda: out.new(METADATA, "MetadataIndex") + b"}(" + out.name("fqn") + out.name(fqn),
     )
     if offset is not None and number is not None:
-        head += out.again("number", lambda: out.name("index")) + _common(number)
-        head += out.again("offset", lambda: out.name("offset")) + out.size(offset)
+        head += out.reused("number", lambda: out.name("index")) + _common(number)
+        head += out.reused("offset", lambda: out.name("offset")) + out.size(offset)
     out.put(
         head
-        + out.again(
+        + out.reused(
             "info",
             lambda: b"ub" + out.new(FILESYSTEM, "_StorageInfo") + b"}(" + out.name("relative_path"),
         )
     )
     out.file(place.file)
-    start = out.again("offset", lambda: out.name("offset")) + integer(place.start)
-    out.put(start + out.again("length", lambda: out.name("length")) + _common(place.nbytes) + b"ub")
+    start = out.reused("offset", lambda: out.name("offset")) + integer(place.start)
+    out.put(
+        start + out.reused("length", lambda: out.name("length")) + _common(place.nbytes) + b"ub"
+    )

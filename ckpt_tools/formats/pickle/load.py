@@ -154,7 +154,7 @@ def no_gc() -> Iterator[None]:
             gc.enable()
 
 
-def brief(value: object) -> str:
+def short_repr(value: object) -> str:
     """Returns an unpickled value for a message.
 
     Strings and numbers are shown as they are. Any other value is shown by its type, because it may

@@ -21,7 +21,7 @@ from ckpt_tools.core.box import row_major_strides
 from ckpt_tools.core.catalog import RAW, Extent
 from ckpt_tools.core.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
 from ckpt_tools.errors import FormatError, printable
-from ckpt_tools.formats.pickle.load import brief, load_pickle
+from ckpt_tools.formats.pickle.load import load_pickle, short_repr
 from ckpt_tools.storage import Store
 from ckpt_tools.storage.ranges import Range, Window, coalesce
 
@@ -355,9 +355,8 @@ def _parse_tensor(data: bytes, dtype: DType, sizes: tuple[int, ...]) -> _Tensor:
             f" {found.name} {list(shape)}"
         )
     if storage_type is not None and len(value) > 6 and isinstance(value[6], dict) and value[6]:
-        raise FormatError(
-            f"a tensor with pending operations is not supported: {', '.join(map(brief, value[6]))}"
-        )
+        pending = ", ".join(map(short_repr, value[6]))
+        raise FormatError(f"a tensor with pending operations is not supported: {pending}")
     return _as_tensor(
         found,
         offset,

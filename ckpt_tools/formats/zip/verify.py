@@ -68,7 +68,7 @@ def examine(store: Store, extents: Sequence[Extent]) -> Iterator[ArchiveCheck]:
             continue
         try:
             archive = _Archive(store, extent, head, tail)
-            yield _examine_like_another(archive) or _examine(archive)
+            yield _examine_like_last(archive) or _examine(archive)
         except FormatError as error:
             yield ArchiveCheck(extent, (), f"is damaged: {error}", is_sealed=True)
         except struct.error:
@@ -147,7 +147,7 @@ _known: dict[int, list[_Known]] = {}
 _MAX_KNOWN, _MAX_ALIKE = 4096, 4  # of one length: [342, 1024] and [1024, 342]
 
 
-def _examine_like_another(archive: _Archive) -> ArchiveCheck | None:
+def _examine_like_last(archive: _Archive) -> ArchiveCheck | None:
     """Examines an archive with a known layout; None for any other archive.
 
     A checkpoint has only a few different layouts.

@@ -196,7 +196,10 @@ def match(
             f" {shown_names([*absent, *kinds])}"
         )
     notes += _turned(exported, catalog, new, gone, free)
-    notes += [_told(n, how, exported, catalog.tensors[tensors[n]]) for n, how in resized.items()]
+    notes += [
+        _describe_change(n, how, exported, catalog.tensors[tensors[n]])
+        for n, how in resized.items()
+    ]
     stored_roots = {root_of(n, catalog.paths) for n in (*catalog.tensors, *catalog.objects)}
     left = sorted(
         stored_roots
@@ -337,7 +340,9 @@ def _resized(
     return found
 
 
-def _told(name: str, how: OnMismatch, exported: ExportedState, entry: TensorEntry) -> str:
+def _describe_change(
+    name: str, how: OnMismatch, exported: ExportedState, entry: TensorEntry
+) -> str:
     what = {
         "grow": "its elements are loaded, the others keep their values",
         "skip": "it keeps its values",

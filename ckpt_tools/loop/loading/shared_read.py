@@ -223,7 +223,7 @@ class _Reading:
                 real = self._source.compare(self._entries, self._assumed)
                 self.is_spoiled = bool(real.moved)
                 crcs = dict(real.crcs)
-                parts = self._crc_watch.hand_over(crcs) if self._group.rank else []
+                parts = self._crc_watch.partial_ranges(crcs) if self._group.rank else []
         for theirs in self._group.gather(parts, "gather checksums"):
             self._crc_watch.absorb(theirs, crcs)
         try:

@@ -84,7 +84,7 @@ class BackgroundWriter:
     last_save: SaveReport | None = None
     _failures = 0
     _before: tuple[SaveLayout | None, Path | str] = (None, "")
-    _told: set[str]
+    _logged: set[str]
     _running: Future[SaveReport] | None = None
     _pool: ThreadPoolExecutor | None = None
 
@@ -113,7 +113,7 @@ class BackgroundWriter:
         self.candidates, self.root = candidates, candidates.root
         self.jobs, self.retry_s, self.max_failures, self.rules = jobs, retry_s, max_failures, rules
         self._hooks, self._format, self.protected = hooks, step_format, set[int]()
-        self._read_back, self._told = ReadBack(), set[str]()  # warnings on the store, logged once
+        self._read_back, self._logged = ReadBack(), set[str]()  # warnings on the store, logged once
         self._is_waited_for = threading.Event()
 
     @property
@@ -224,7 +224,7 @@ class BackgroundWriter:
         if save.is_numbered:
             self.last_step = save.step
         self.candidates.passed.discard(report.path)
-        self._tell(save, report)
+        self._log_saved(save, report)
         if group.rank == 0:
             if save.is_numbered:
                 self._follow_up(save.step, report.path)
@@ -232,12 +232,12 @@ class BackgroundWriter:
             self._hooks.committed(report)
         return report
 
-    def _tell(self, save: PendingSave, report: SaveReport) -> None:
+    def _log_saved(self, save: PendingSave, report: SaveReport) -> None:
         """Logs the store's remarks, each once, and tensors that are not finite."""
         for note in report.notes:
-            if note not in self._told:
+            if note not in self._logged:
                 log.warning("%s: %s", save.name, note)
-        self._told.update(report.notes)
+        self._logged.update(report.notes)
         log.info(
             "saved %s: %d bytes in %.2f s (%s)",
             save.name,
@@ -361,7 +361,7 @@ class BackgroundWriter:
                 for form in STEP_FORMATS
             ),
         ]
-        if retain(self.root, self.rules, kept, self._told, self.candidates.passed):
+        if retain(self.root, self.rules, kept, self._logged, self.candidates.passed):
             self.resumed = None  # a newer one is committed
 
     def retain_copied(self) -> None:

@@ -40,7 +40,7 @@ class _KeptShards(NamedTuple):
     aliases: Mapping[object, str]
 
 
-class _Kept(NamedTuple):
+class _KeptNames(NamedTuple):
     guard: Guard
     names: tuple[str, ...]
     paths: Mapping[str, Key]
@@ -55,7 +55,7 @@ class StateCache:
 
     def __init__(self) -> None:
         self._owners: list[tuple[Key, int]] = []
-        self._kept: dict[Key, _Kept] = {}
+        self._kept: dict[Key, _KeptNames] = {}
         self._known: dict[Key, KnownExport] = {}
         self._shards: _KeptShards | None = None
 
@@ -92,7 +92,9 @@ class StateCache:
     ) -> None:
         """Keeps the names of an export, if there is a guard for it."""
         if guard is not None:
-            self._kept[path] = _Kept(guard, tuple(names), {name: paths[name] for name in names})
+            self._kept[path] = _KeptNames(
+                guard, tuple(names), {name: paths[name] for name in names}
+            )
 
     def shards(self, tensors: Mapping[str, torch.Tensor]) -> RankShards:
         """Returns this rank's shards of the exported tensors: first those of kept exports.

@@ -93,7 +93,11 @@ class Mirror:
             if (
                 wanted
                 and self._waiting is None
-                and (there is None or there.number < wanted[-1].number or self._has_news())
+                and (
+                    there is None
+                    or there.number < wanted[-1].number
+                    or self._has_pending_rollback()
+                )
             ):
                 self._waiting = Path(wanted[-1].path)
 
@@ -103,7 +107,7 @@ class Mirror:
     def _rollbacks(self) -> list[tuple[RollbackNote, bool]]:
         return rollbacks(self._root) if self._root is not None else []
 
-    def _has_news(self) -> bool:
+    def _has_pending_rollback(self) -> bool:
         """Tells whether a rollback is in effect on the disk but not yet in the mirror."""
         return any(is_in_effect for _, is_in_effect in self._rollbacks())
 

@@ -120,7 +120,7 @@ def prune_steps(
     if not root.exists():
         raise NotACheckpointError(f"not a directory: {printable(str(root.path))}")
     steps, needed = survey(root)
-    victims, damaged = _choose(
+    to_remove, damaged = _choose(
         [step for step in steps if str(step.path) not in passed],
         lambda counted: removable(counted, rules, kept),
         rules.last or 1,
@@ -132,8 +132,8 @@ def prune_steps(
         if step.twin:
             reason = f"{printable(step.twin)} has the same number, so neither counts"
             result.kept[str(step.path)] = reason
-    links = root.links() if victims else []
-    for step in victims:
+    links = root.links() if to_remove else []
+    for step in to_remove:
         if reason := (
             "the first step of a new branch"
             if step.name in needed
@@ -213,12 +213,12 @@ def _choose(
     sound: set[str] = set()
     while True:
         steps = [s for s in steps if str(s.path) not in damaged]
-        victims = rule(list(steps))
-        left = [s for s in steps if _counts(s) and s not in victims]
+        to_remove = rule(list(steps))
+        left = [s for s in steps if _counts(s) and s not in to_remove]
         doubtful = left[-keep_last:] if reads else left[-1:] if reads is None else []
         step = next((s for s in reversed(doubtful) if str(s.path) not in sound), None)
-        if not victims or step is None:
-            return victims, damaged
+        if not to_remove or step is None:
+            return to_remove, damaged
         if problem := damage(step):
             damaged[str(step.path)] = problem
         sound.add(str(step.path))

@@ -28,7 +28,7 @@ def make_way(root: RunRoot, note: RollbackNote) -> None:
         StorageError: it cannot be moved.
     """
     for step in list_steps(root):
-        if step.name == note.step and note.victims.get(step.name) == step.attempt:
+        if step.name == note.step and note.superseded.get(step.name) == step.attempt:
             _set_aside(root, step, note)
 
 
@@ -43,13 +43,13 @@ def complete(root: RunRoot) -> None:
     """
     for note, is_in_effect in rollbacks(root):
         if not is_in_effect:  # one job saves at a time, so a dead job left this note
-            _bring_back(root, note)
+            _restore_names(root, note)
             remove_note(root, note)
             continue
         if not note.is_committed:
             write_note(root, note.committed)
         for step in list_steps(root, with_superseded=True):
-            if step.name in note.victims and note.victims[step.name] == step.attempt:
+            if step.name in note.superseded and note.superseded[step.name] == step.attempt:
                 _set_aside(root, step, note)
         if not root.keeps_notes:
             remove_note(root, note)
@@ -87,7 +87,7 @@ def _move(root: RunRoot, old: str, new: str) -> None:
     root.rename(old, new)
 
 
-def _bring_back(root: RunRoot, note: RollbackNote) -> None:
+def _restore_names(root: RunRoot, note: RollbackNote) -> None:
     """Restores the name of a step that made way for a save that was never committed."""
     steps = list_steps(root, with_superseded=True)
     there = {step.name for step in steps}

@@ -81,7 +81,7 @@ class ServerFacts:
         self.checks_crc = False
         # whether it refuses to overwrite an object: "one" for a PUT, "many" for a multipart upload
         self.excludes: dict[str, bool] = {}
-        self.flight = _Flight(_FLIGHT_BYTES)
+        self.flight = _SendBudget(_FLIGHT_BYTES)
         self.fast = ObstoreClients()
 
 
@@ -292,7 +292,7 @@ def stored_crc64(head: dict[str, Any]) -> int | None:
     return int.from_bytes(base64.b64decode(text), "big") if text and "-" not in text else None
 
 
-class _Flight:
+class _SendBudget:
     """Bytes that are being sent, with a limit on memory.
 
     A request that is larger than the limit is sent alone.

@@ -334,13 +334,15 @@ class Upload:
                     raise self._failed(error) from None
                 if head.get("Metadata", {}).get(MARK) == self._metadata[MARK]:
                     break
-                condition = self._again(error, head, condition, is_last=attempt + 1 == ATTEMPTS)
+                condition = self._condition_of_retry(
+                    error, head, condition, is_last=attempt + 1 == ATTEMPTS
+                )
                 pause(attempt)
         self._parts.clear()
         self._is_over = self.is_complete = True
         self._prove()
 
-    def _again(
+    def _condition_of_retry(
         self, error: Exception, head: Mapping[str, Any], condition: dict[str, str], is_last: bool
     ) -> dict[str, str]:
         """Returns the condition for another try, or raises if a retry cannot help."""

@@ -93,7 +93,7 @@ class ObstoreClients:
             return self._clients[bucket]
 
 
-class _Heap:
+class _CHeap:
     """The heap of the C library.
 
     It keeps freed memory for each thread, together 100 MiB and more, until it is trimmed.
@@ -118,7 +118,7 @@ class _Heap:
         self._next = time.monotonic() + _TRIM_PAUSE * (time.thread_time() - began)
 
 
-_HEAP = _Heap()
+_HEAP = _CHeap()
 
 
 def reader() -> str:
