@@ -32,10 +32,9 @@ from ckpt_tools.loop.loading.match import (
     check_unread,
     int_keys,
     match,
-    places_above,
-    root_of,
     stored_state,
 )
+from ckpt_tools.loop.loading.names import places_above, root_of
 from ckpt_tools.loop.loading.numbers import name_numbers
 from ckpt_tools.loop.loading.proof import LoadProof
 from ckpt_tools.loop.loading.read_shards import empty_tensor, read_shards

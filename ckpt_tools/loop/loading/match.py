@@ -6,10 +6,8 @@ Imports torch.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +15,6 @@ import torch
 from ckpt_tools.core.catalog import (
     Catalog,
     TensorEntry,
-    check_globs,
-    find_model,
     matcher,
     refuse_unread,
     strip_wrappers,
@@ -26,6 +22,7 @@ from ckpt_tools.core.catalog import (
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.loading.load_request import LoadRequest, OnMismatch
 from ckpt_tools.loop.loading.misfits import Misfits, misfit_hint, misfit_table, shown_names
+from ckpt_tools.loop.loading.names import PairedNames, places_above, root_of
 from ckpt_tools.loop.state.objects import Key
 from ckpt_tools.loop.state.optimizers import StoredState
 from ckpt_tools.loop.state.shards import alias_key, local_shards
@@ -58,12 +55,6 @@ class Match(NamedTuple):
     resized: dict[str, OnMismatch]
     extra: list[str]
     extra_error: PlanError | None
-
-
-def root_of(name: str, paths: Mapping[str, Key]) -> str:
-    """Returns the top-level key of the state for an entry."""
-    path = paths.get(name)
-    return str(path[0]) if path else name.partition(".")[0]
 
 
 def stored_state(catalog: Catalog) -> dict[str, dict[str, dict[str, StoredState]]]:
@@ -110,118 +101,88 @@ def match(
         PlanError: names or shapes do not fit (the message is a table), or a glob matches nothing.
     """
     notes: list[str] = []
-    wanted = request.wants
-    names = _mapping(exported, catalog, notes)
-    alike, settled = _groups_by_parameter(exported, catalog)
-    free = {flat_name(path) for path in exported.free}
-    # a dict whose tensors are stored under another name takes these, and nothing else
-    free -= {place for n in names for place in places_above(n, free)}
-    names |= {n: stored[0] for n, stored in alike.items()}
-    ours = [*exported.tensors, *exported.objects, *exported.per_rank]
-    below = _stored_below(catalog, free)
-    stored_below = list(dict.fromkeys(chain.from_iterable(below.values())))
-    check_globs(request.select, [*ours, *stored_below], "select")
-    check_globs(request.on_mismatch, [*exported.tensors], "on_mismatch")
-    tensors = {n: names.get(n, n) for n in exported.tensors if wanted(n)}
-    objects = {n: names.get(n, n) for n in exported.objects if wanted(n)}
-    kinds = _kinds(catalog, tensors, objects, free)
-    missing = [
-        n for n, stored in tensors.items() if stored not in catalog.tensors and n not in kinds
-    ]
-    missing_objects = [
-        n for n, stored in objects.items() if stored not in catalog.objects and n not in kinds
-    ]
-    tied = _tied(exported, missing, tensors, catalog)
-    stateless = set(_stateless(missing, catalog, names, exported))
-    below = {f: [n for n in names_below if wanted(n)] for f, names_below in below.items()}
-    gone = {
-        n for n in (*missing, *missing_objects) if any(below[f] for f in places_above(n, free))
-    } | stateless
-    # DCP stores no empty values
-    empty = {
-        n
-        for n in missing_objects
-        if isinstance(exported.objects[n], Mapping) and not exported.objects[n]
-    }
-    absent = [
-        n for n in (*missing, *missing_objects) if n not in tied | settled | empty and n not in gone
-    ]
-    if lacks_frozen:
-        absent = _without_frozen(absent, exported.frozen, notes)
-    fitting = {n: s for n, s in tensors.items() if s in catalog.tensors and n not in kinds}
-    fitting_objects = {n: s for n, s in objects.items() if s in catalog.objects and n not in kinds}
-    used = {*fitting.values(), *fitting_objects.values(), *(names.get(n, n) for n in kinds)}
-    used |= {s for stored in alike.values() for s in stored}
-    new = [n for names_below in below.values() for n in names_below if n not in used]
-    extra = _extra(exported, catalog, {*used, *new}, wanted) if request.strict else []
-    resized = _resized(exported, catalog, fitting, request)
+    pairs = PairedNames(exported, catalog, request, notes)
+    tensors, objects = pairs.paired()
+    used = pairs.used()
+    absent, gone = pairs.absent(lacks_frozen)
+    new = [n for names_below in pairs.below.values() for n in names_below if n not in used]
+    extra = _extra(exported, catalog, {*used, *new}, request.wants) if request.strict else []
+    resized = _resized(exported, catalog, tensors, request)
     skipped = {
         path[:-1]
         for n, how in resized.items()
         if how == "skip" and "state" in (path := exported.paths[n])
     }
-    fitting = {
+    tensors = {
         n: s
-        for n, s in fitting.items()
+        for n, s in tensors.items()
         if resized.get(n) != "skip" and exported.paths[n][:-1] not in skipped
     }
     new = [n for n in new if not places_above(n, {flat_name(path) for path in skipped})]
+    shapes, types = _unfit(exported, catalog, tensors, resized, request.cast)
+    misfits = Misfits(absent, extra, shapes, types, pairs.kinds)
+    error = _error_of(misfits, request.strict, exported, catalog, pairs.names, where)
+    if absent or pairs.kinds:
+        notes.append(
+            f"{len(absent) + len(pairs.kinds)} entries are not in the checkpoint and keep their"
+            f" values: {shown_names([*absent, *pairs.kinds])}"
+        )
+    notes += _turned(exported, catalog, new, gone, pairs.free)
+    notes += [
+        _describe_change(n, how, exported, catalog.tensors[pairs.tensors[n]])
+        for n, how in resized.items()
+    ]
+    pairs.note_left_out(used)
+    notes += _tied_apart(exported, catalog, tensors)
+    return Match(tensors, objects, new, gone, notes, pairs.alike, resized, extra, error)
+
+
+def _unfit(
+    exported: ExportedState,
+    catalog: Catalog,
+    tensors: Mapping[str, str],
+    resized: Mapping[str, OnMismatch],
+    cast: bool,
+) -> tuple[list[str], list[str]]:
+    """Returns the tensors whose shapes differ and those whose types do not fit."""
     shapes = [
         n
-        for n, s in fitting.items()
+        for n, s in tensors.items()
         if n not in resized and tuple(exported.tensors[n].shape) != catalog.tensors[s].shape
     ]
     types = [
         n
-        for n, s in fitting.items()
-        if not _fits_type(exported.tensors[n], catalog.tensors[s], request.cast)
+        for n, s in tensors.items()
+        if not _fits_type(exported.tensors[n], catalog.tensors[s], cast)
     ]
-    misfits = Misfits(absent, extra, shapes, types, kinds)
-    error = None
-    if shapes or types or (request.strict and (absent or extra or kinds)):
-        error = PlanError(
-            misfit_table(exported, catalog, names, misfits, where),
-            hint=misfit_hint(misfits, request.strict),
-        )
-        if shapes or types or absent or kinds:
-            raise error
-    if stateless:
-        notes.append(
-            f"{len(stateless)} entries of optimizer state are not in the checkpoint: those"
-            " parameters start with empty state"
-        )
-    if absent or kinds:
-        notes.append(
-            f"{len(absent) + len(kinds)} entries are not in the checkpoint and keep their values:"
-            f" {shown_names([*absent, *kinds])}"
-        )
-    notes += _turned(exported, catalog, new, gone, free)
-    notes += [
-        _describe_change(n, how, exported, catalog.tensors[tensors[n]])
-        for n, how in resized.items()
-    ]
-    stored_roots = {root_of(n, catalog.paths) for n in (*catalog.tensors, *catalog.objects)}
-    left = sorted(
-        stored_roots
-        - exported.roots
-        - {root_of(s, catalog.paths) for s in names.values()}
-        - {root_of(s, {}) for s in used}
-    )
-    if left and not any(names):
-        notes.append(f"the state has no such keys; left out: {shown_names(left)}")
-    notes += _tied_apart(exported, catalog, fitting)
-    return Match(fitting, fitting_objects, new, gone, notes, alike, resized, extra, error)
+    return shapes, types
 
 
-def _without_frozen(absent: Sequence[str], frozen: set[str], notes: list[str]) -> list[str]:
-    """Returns the absent names but for frozen parameters, which a note names."""
-    kept = [n for n in absent if n in frozen]
-    if kept:
-        notes.append(
-            f"the step has only what trains: {len(kept)} frozen parameters keep their values:"
-            f" {shown_names(kept)}"
-        )
-    return [n for n in absent if n not in frozen]
+def _error_of(
+    misfits: Misfits,
+    strict: bool,
+    exported: ExportedState,
+    catalog: Catalog,
+    names: Mapping[str, str],
+    where: str,
+) -> PlanError | None:
+    """Returns the error for stored names that this rank's state lacks; None if there are none.
+
+    Other ranks may have these names.
+
+    Raises:
+        PlanError: there are other misfits, or the state has names that the checkpoint lacks.
+    """
+    is_refused = bool(misfits.shapes or misfits.types)
+    if strict:
+        is_refused = is_refused or bool(misfits.absent or misfits.kinds)
+    if not is_refused and not (strict and misfits.extra):
+        return None
+    table = misfit_table(exported, catalog, names, misfits, where)
+    error = PlanError(table, hint=misfit_hint(misfits, strict))
+    if is_refused:
+        raise error
+    return error
 
 
 def check_unread(catalog: Catalog, state: Mapping[str, Any], request: LoadRequest) -> None:
@@ -241,33 +202,6 @@ def check_unread(catalog: Catalog, state: Mapping[str, Any], request: LoadReques
             replace(catalog, unread=mine),
             "pass select=[…] for the rest, or strict=False to go on without them",
         )
-
-
-def _stored_below(catalog: Catalog, free: set[str]) -> dict[str, list[str]]:
-    """Returns the stored names at or below each place."""
-    below: dict[str, list[str]] = {place: [] for place in free}
-    for name in (*catalog.tensors, *catalog.objects):
-        for place in places_above(name, free):
-            below[place].append(name)
-    return below
-
-
-def _kinds(
-    catalog: Catalog, tensors: Mapping[str, str], objects: Mapping[str, str], free: set[str]
-) -> list[str]:
-    """Returns the state's names whose stored entry is of the other kind.
-
-    These are tensors stored as values, and values of modules and optimizers stored as tensors.
-
-    A plain value of the state takes any stored form, also a tensor. A tensor of the state stays
-    one, because other objects may refer to it.
-    """
-    found = [n for n, stored in tensors.items() if stored in catalog.objects]
-    return found + [
-        n
-        for n, stored in objects.items()
-        if stored in catalog.tensors and not places_above(n, free)
-    ]
 
 
 def _turned(
@@ -382,117 +316,6 @@ def int_keys(
             notes.append(
                 f"{printable(name)}: its keys were stored as strings, and are integers again"
             )
-
-
-def places_above(name: str, places: set[str]) -> list[str]:
-    """Returns those of `places` that equal a flat name or contain it."""
-    ends = [i for i, c in enumerate(name) if c == "."]
-    return [place for end in (*ends, len(name)) if (place := name[:end]) in places]
-
-
-def _mapping(exported: ExportedState, catalog: Catalog, notes: list[str]) -> dict[str, str]:
-    """Returns stored names for top-level keys of the state that the checkpoint lacks."""
-    plain: dict[str, str] = {}
-    for stored in catalog.tensors:
-        plain.setdefault(strip_wrappers(stored), stored)
-    result: dict[str, str] = {}
-    model = ".".join(find_model(catalog))
-    by_root: dict[str, list[str]] = {}
-    plain_values = {flat_name(path) for path in exported.plain}
-    # a plain dict takes whatever a job has stored below its key; weights alone have no such keys
-    free = plain_values if catalog.paths else set()
-    for name in (n for n in exported.tensors if not places_above(n, free)):
-        by_root.setdefault(root_of(name, exported.paths), []).append(name)
-    direct = exported.tensors.keys() & catalog.tensors.keys()
-    found: dict[str, tuple[str, dict[str, str]]] = {}  # prefix and stored names, by root
-    for root, ours in by_root.items():
-        if direct.isdisjoint(ours) and (fit := _prefix_that_fits(root, ours, model, plain)):
-            found[root] = fit
-    takers = Counter(s for _, names in found.values() for s in names.values())
-    for root, (prefix, names) in found.items():
-        # another part of the state has these values: this one was not saved
-        if any(s in direct or takers[s] > 1 for s in names.values()):
-            continue
-        result |= names
-        notes.append(
-            f"{root}.* was stored as {prefix}*"
-            if prefix != f"{root}."
-            else f"{root}.* was stored with the prefixes of wrappers"
-        )
-    return result
-
-
-def _prefix_that_fits(
-    root: str, ours: Sequence[str], model: str, plain: Mapping[str, str]
-) -> tuple[str, dict[str, str]] | None:
-    """Returns a prefix with which most names of a key are stored, and the stored names."""
-    for prefix in dict.fromkeys((f"{root}.", f"{model}." if model else "", "")):
-        names = {n: s for n in ours if (s := plain.get(prefix + n[len(root) + 1 :]))}
-        if len(names) * 2 > len(ours):
-            return prefix, names
-    return None
-
-
-def _groups_by_parameter(
-    exported: ExportedState, catalog: Catalog
-) -> tuple[dict[str, list[str]], set[str]]:
-    """Pairs the options of param_groups with those of a flattened optimizer.
-
-    A flattened optimizer (torchtitan) keeps the options per parameter.
-
-    Returns:
-        All stored names for each option of the state; and the names of the groups' parameter lists,
-        for which nothing is stored.
-    """
-    alike: dict[str, list[str]] = {}
-    settled: set[str] = set()
-    for name, path in exported.paths.items():
-        if (
-            len(path) < 4
-            or path[-3] != "param_groups"
-            or name in catalog.objects
-            or name in catalog.tensors
-        ):
-            continue
-        *root, _, option = map(str, path)
-        members = exported.objects.get(".".join((*map(str, path[:-1]), "params")), ())
-        stored = [s for fqn in members if (s := ".".join((*root, fqn, option))) in catalog.objects]
-        if stored:
-            alike[name] = stored
-            settled.add(".".join((*map(str, path[:-1]), "params")))
-    return alike, settled
-
-
-def _tied(
-    exported: ExportedState, missing: Sequence[str], tensors: Mapping[str, str], catalog: Catalog
-) -> set[str]:
-    """Returns the missing names that share memory with a name that is present."""
-    if not missing:
-        return set()
-    keys = {s.fqn: alias_key(s) for s in local_shards({n: exported.tensors[n] for n in tensors})}
-    there = {keys.get(n) for n, stored in tensors.items() if stored in catalog.tensors} - {None}
-    return {n for n in missing if keys.get(n) in there}
-
-
-def _stateless(
-    missing: Sequence[str], catalog: Catalog, names: Mapping[str, str], exported: ExportedState
-) -> list[str]:
-    """Returns the missing names whose parameter has no optimizer state in the checkpoint."""
-    with_state = {name.rpartition(".")[0] for name in catalog.tensors}
-    optimizers = {
-        path[: path.index("param_groups")]
-        for path in exported.paths.values()
-        if "param_groups" in path
-    }
-
-    def is_state(path: Key) -> bool:
-        return len(path) > 3 and path[-3] == "state" and path[:-3] in optimizers
-
-    return [
-        n
-        for n in missing
-        if is_state(exported.paths[n]) and names.get(n, n).rpartition(".")[0] not in with_state
-    ]
 
 
 def _extra(
