@@ -21,7 +21,7 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PerRank, RngState
-from ckpt_tools.loop.state.staging import Stage, _pinned
+from ckpt_tools.loop.state.staging import Stager, _pinned
 from tests.jobs import ROOT, torchrun_command
 from tests.training.test_training import QUIET, TINY, losses, sets
 
@@ -320,7 +320,7 @@ def test_pinned_memory_is_what_is_needed_and_is_given_back() -> None:
     del again
     gc.collect()
     assert resident_mib() - before < 64
-    stage = Stage()
+    stage = Stager()
     places = {
         stage.copy([torch.ones(n << 20, device="cuda")]).wait()[0].obj.ctypes.data
         for n in (2, 1, 2)
@@ -338,7 +338,7 @@ def test_where_memory_cannot_be_pinned_copies_are_made_all_the_same(
     assert int(runtime.cudaHostRegister(taken.data_ptr(), len(taken), 0)) == 0
     # CUDA registers nothing twice
     monkeypatch.setattr("ckpt_tools.loop.state.staging._pageable", lambda nbytes: taken[:nbytes])
-    stage = Stage()
+    stage = Stager()
     views = stage.copy(list(model.values())).wait()
     monkeypatch.undo()
     runtime.cudaHostUnregister(taken.data_ptr())

@@ -35,7 +35,7 @@ Doubles = npt.NDArray[np.float64]
 
 
 @dataclass
-class MeanPart:
+class MeanTerm:
     """One checkpoint of a mean.
 
     Attributes:
@@ -89,7 +89,7 @@ class MeanStore:
 
     def __init__(
         self,
-        parts: Sequence[MeanPart],
+        parts: Sequence[MeanTerm],
         divisor: float,
         shapes: Mapping[str, tuple[int, ...]],
         dtypes: Mapping[str, DType],

@@ -88,7 +88,7 @@ def _models(files: Mapping[str, int]) -> dict[str, list[str]]:
     return found
 
 
-class _Parts:
+class _Entries:
     """The collected entries of all parts."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ def _read(
         broken: receives the error of each optimizer that cannot be read. If None, it is raised.
     """
     files = store.list_files(below=True)
-    parts = _Parts()
+    parts = _Entries()
     _read_folders(store, files, parts)
     for key, names in _models(files).items():
         if key == "model" and any(name.startswith("model.") for name in parts.tables["tensors"]):
@@ -210,7 +210,7 @@ def _read(
     )
 
 
-def _read_folders(store: Store, files: Mapping[str, int], parts: _Parts) -> None:
+def _read_folders(store: Store, files: Mapping[str, int], parts: _Entries) -> None:
     for folder in sorted({name.partition("/")[0] for name in files if name.endswith("/.metadata")}):
         match = _FOLDER.fullmatch(folder)
         if match:
@@ -223,7 +223,7 @@ def _read_folders(store: Store, files: Mapping[str, int], parts: _Parts) -> None
             parts.read.add(folder)
 
 
-def _read_model(store: Store, names: list[str], parts: _Parts) -> Catalog:
+def _read_model(store: Store, names: list[str], parts: _Entries) -> Catalog:
     index = names[0] if names[0] in (safetensors.INDEX, torch_save.INDEX) else ""
     weight_map = safetensors.read_index(store, index) if index else {}
     data = sorted(set(weight_map.values())) or names

@@ -24,9 +24,9 @@ from ckpt_tools.errors import FormatError, IntegrityError, PlanError, printable
 from ckpt_tools.formats.base import Request, guess_bare, locate_bare
 from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.pickle.state import (
-    DTensorPart,
+    DTensorShard,
     Path,
-    ShardedTensorPart,
+    ShardedTensorShard,
     TensorView,
     TupleItem,
     TypedKey,
@@ -107,7 +107,7 @@ def read_files(
                 raise FormatError(
                     f"two tensors have one name: {printable(fqn)!r} ({printable(name)})"
                 )
-            if isinstance(value, (DTensorPart, ShardedTensorPart)):
+            if isinstance(value, (DTensorShard, ShardedTensorShard)):
                 raise FormatError(
                     f"the file has only one rank's part of a tensor: {printable(fqn)!r}"
                     f" ({printable(name)})",
@@ -354,7 +354,7 @@ def read_leaves(
     for path, value in found:
         if isinstance(value, UnreadTensor):
             others.tensors[path] = value.kind
-        elif isinstance(value, (TensorView, DTensorPart, ShardedTensorPart)) or is_value(value):
+        elif isinstance(value, (TensorView, DTensorShard, ShardedTensorShard)) or is_value(value):
             if has_numpy(value):
                 others.numpy.append(path)
             value = python_numbers(value)
@@ -366,11 +366,11 @@ def read_leaves(
 
 def views_of(value: object) -> tuple[TensorView, ...]:
     """Returns the parts of a tensor that are in the file; none for a value that is not a tensor."""
-    if isinstance(value, ShardedTensorPart):
+    if isinstance(value, ShardedTensorShard):
         return tuple(view for view, _ in value.parts)
     return (
         (value.local,)
-        if isinstance(value, DTensorPart)
+        if isinstance(value, DTensorShard)
         else (value,)
         if isinstance(value, TensorView)
         else ()

@@ -66,7 +66,7 @@ from ckpt_tools.loop.saving.write import (
 from ckpt_tools.loop.state.archives import check_loadable, unpack
 from ckpt_tools.loop.state.shard_info import ShardInfo
 from ckpt_tools.loop.state.shards import Shard
-from ckpt_tools.loop.state.staging import Stage
+from ckpt_tools.loop.state.staging import Stager
 from ckpt_tools.publish.base import Attempt as Staged
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.destinations import open_destination
@@ -128,7 +128,7 @@ class StorageWriter(storage.StorageWriter):
         self._stack: ExitStack | None = None
         self._staged: Staged | None = None
         self._num_ranks = 0
-        self._stage = Stage()
+        self._stage = Stager()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins another save, and removes the files of a failed one."""

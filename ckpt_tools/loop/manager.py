@@ -56,7 +56,7 @@ from ckpt_tools.loop.schedule import SaveSchedule
 from ckpt_tools.loop.search import StepSearch
 from ckpt_tools.loop.signals import SignalWatch
 from ckpt_tools.loop.state.late_staging import LateStaging
-from ckpt_tools.loop.state.staging import Stage, StagedTensors
+from ckpt_tools.loop.state.staging import StagedTensors, Stager
 from ckpt_tools.loop.state.state_dict import check_state
 from ckpt_tools.loop.steps import rollback
 from ckpt_tools.loop.steps.candidates import Candidates
@@ -214,7 +214,7 @@ class CheckpointManager:
             GlooGroup(timeout_s, process_group),
             GlooGroup(timeout_s, process_group),
         )
-        self._stage, self._pid, self._process_group = Stage(), os.getpid(), process_group
+        self._stage, self._pid, self._process_group = Stager(), os.getpid(), process_group
         self._timeout_s, self._collector = timeout_s, Collector(self._group)
         there = open_root(mirror, storage_options) if mirror is not None else None
         self.statistics = statistics

@@ -29,7 +29,7 @@ from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.plan import Plan, plan_values
 from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
-from ckpt_tools.engine.mean import MeanPart, MeanStore
+from ckpt_tools.engine.mean import MeanStore, MeanTerm
 from ckpt_tools.errors import NotACheckpointError, PlanError, printable, redacted
 from ckpt_tools.formats import safetensors, torch_save
 from ckpt_tools.formats.registry import Source
@@ -264,7 +264,7 @@ def _decay(schedule: str | None, done: float) -> float:
 
 
 @dataclass
-class _Part:
+class _Term:
     """One checkpoint, its model by the names of `merge`, and the checksums of its manifest."""
 
     source: Source
@@ -423,16 +423,16 @@ def _refuse_misfits(opened: Sequence[Source], views: Sequence[Catalog]) -> None:
         )
 
 
-def _part(source: Source, view: Catalog, sealed: Manifest | None) -> _Part:
+def _part(source: Source, view: Catalog, sealed: Manifest | None) -> _Term:
     plan = plan_values(view.tensors.values())
-    return _Part(source, view, plan, sealed_prints(sealed, source, view, plan))
+    return _Term(source, view, plan, sealed_prints(sealed, source, view, plan))
 
 
-def _mean_part(part: _Part, weight: float) -> MeanPart:
+def _mean_part(part: _Term, weight: float) -> MeanTerm:
     source, tensors = part.source, list(part.view.tensors.values())
     located = source.format.locate(source.store, tensors)
     unsealed = plan_values(t for t in tensors if t.fqn not in part.prints)
-    return MeanPart(
+    return MeanTerm(
         redacted(source.path),
         source.store,
         {tensor.fqn: tensor for tensor in part.plan.tensors},

@@ -35,7 +35,7 @@ _PRIVATE = 0o700  # the mode of a staging directory until it is published
 
 
 @dataclass(frozen=True, slots=True)
-class Staging:
+class StagingDirectory:
     """The private directory of one attempt, beside the destination. Its process locks it."""
 
     attempt: str
@@ -117,7 +117,7 @@ def trash_path(target: Path, attempt: str) -> Path:
 @contextmanager
 def staging(
     target: Path, attempt: str, kept_glob: str = "", takes_over: Path | None = None
-) -> Iterator[Staging]:
+) -> Iterator[StagingDirectory]:
     """Yields a staging directory for `target`; whatever is left of it is removed on the way out.
 
     Leftovers of dead attempts at the same target are removed first; those of live ones are
@@ -162,7 +162,7 @@ def staging(
                     f"another process is at work on this: {printable(str(path))}",
                     hint="wait for it to end",
                 )
-            yield Staging(attempt, path, target)
+            yield StagingDirectory(attempt, path, target)
         finally:
             clean()
     finally:
@@ -418,7 +418,7 @@ def make_folder(path: Path) -> None:
         sync_directory(folder.parent)
 
 
-def publish_directory(staged: Staging, overwrite: bool) -> None:
+def publish_directory(staged: StagingDirectory, overwrite: bool) -> None:
     """Gives a complete staging directory its final name: the commit.
 
     Raises:
@@ -435,7 +435,7 @@ def publish_directory(staged: Staging, overwrite: bool) -> None:
     _confirm(staged.target)
 
 
-def _replace_by_turns(staged: Staging) -> None:
+def _replace_by_turns(staged: StagingDirectory) -> None:
     """Replaces a directory where two cannot change places: the old one stands aside until the new
     one is there for good.
     """
@@ -464,7 +464,7 @@ def _replace_by_turns(staged: Staging) -> None:
         release(lock)
 
 
-def publish_file(staged: Staging, name: str, manifest: str, overwrite: bool) -> None:
+def publish_file(staged: StagingDirectory, name: str, manifest: str, overwrite: bool) -> None:
     """Gives a staged file its final name, its manifest first: the rename of the data is the commit.
 
     Raises:

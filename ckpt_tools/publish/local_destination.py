@@ -183,7 +183,7 @@ class LocalDestination:
                 f"this rank does not see what rank 0 made: {printable(str(folder))}",
                 hint="the directory must be shared by all ranks",
             )
-        staged = LocalAttempt(local.Staging(attempt, folder, self.path), False, single)
+        staged = LocalAttempt(local.StagingDirectory(attempt, folder, self.path), False, single)
         if shares_files:
             staged.writable = SharedStore(folder)
         return staged
@@ -203,7 +203,7 @@ class LocalAttempt:
 
     def __init__(
         self,
-        staging: local.Staging,
+        staging: local.StagingDirectory,
         overwrite: bool,
         single: str,
         accept: Callable[[str], None] | None = None,

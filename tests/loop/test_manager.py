@@ -32,7 +32,7 @@ from ckpt_tools import (
     StorageError,
     UnsafePickleError,
 )
-from ckpt_tools.loop.state.staging import Stage
+from ckpt_tools.loop.state.staging import Stager
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import list_steps
 
@@ -111,15 +111,15 @@ def test_what_goes_through_other_memory_is_loaded_in_batches_and_proved_all_the_
     }
     with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(7, {"model": whole}, asynchronous=False)
-    reports, batches, fill = [], [], Stage.fill
+    reports, batches, fill = [], [], Stager.fill
 
     def counted(
-        self: Stage, tensors: list[torch.Tensor]
+        self: Stager, tensors: list[torch.Tensor]
     ) -> AbstractContextManager[list[memoryview]]:
         batches.append(sum(t.nbytes for t in tensors if not t.is_contiguous()))
         return fill(self, tensors)
 
-    monkeypatch.setattr(Stage, "fill", counted)
+    monkeypatch.setattr(Stager, "fill", counted)
     for most_nbytes, num_batches in ((1 << 30, 1), (6000, 8), (1, 12)):
         batches.clear()
         monkeypatch.setattr("ckpt_tools.loop.loading.read_shards._BATCH_BYTES", most_nbytes)
@@ -468,7 +468,7 @@ def test_memory_is_one_copy_that_is_used_again(tmp_path: Path) -> None:
 
 
 def test_a_stage_goes_to_another_process_without_its_memory() -> None:
-    stage = Stage()
+    stage = Stager()
     (view,) = stage.copy([torch.arange(100_000.0)]).wait()
     assert len(view) == 400_000 and len(pickle.dumps(stage)) < 1000
     assert len(pickle.loads(pickle.dumps(stage)).copy([torch.ones(3)]).wait()) == 1

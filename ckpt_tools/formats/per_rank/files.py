@@ -41,7 +41,7 @@ from ckpt_tools.formats.per_rank.flat_param import (
     unfold_flat_params,
 )
 from ckpt_tools.formats.pickle.plain_values import OpaqueObject
-from ckpt_tools.formats.pickle.state import DTensorPart, Path, ShardedTensorPart, TensorView
+from ckpt_tools.formats.pickle.state import DTensorShard, Path, ShardedTensorShard, TensorView
 from ckpt_tools.formats.torch_save import UnreadValues, describe_unknown, name_of, read_leaves
 from ckpt_tools.storage import Store
 
@@ -99,12 +99,12 @@ class _Ranks:
         fqn = name_of(path)
         if isinstance(value, TensorView):
             kind, found = (value.dtype, value.sizes), [Chunk(whole(value.sizes), *extents)]
-        elif isinstance(value, ShardedTensorPart):
+        elif isinstance(value, ShardedTensorShard):
             kind = value.dtype, value.shape
             found = [
                 Chunk(box, extent) for (_, box), extent in zip(value.parts, extents, strict=True)
             ]
-        elif isinstance(value, DTensorPart):
+        elif isinstance(value, DTensorShard):
             box = _checked_box(value, rank, f"{printable(fqn)!r}, {printable(extents[0].file)}")
             self.meshes.add(_mesh_name(value.spec.state["mesh"]))
             kind, found = (value.local.dtype, value.shape), [Chunk(box, *extents)]
@@ -244,7 +244,7 @@ def _parts(files: Mapping[str, int]) -> dict[str, list[str]]:
     return {part: [names[rank] for rank in sorted(names)] for part, names in sorted(found.items())}
 
 
-def _checked_box(value: DTensorPart, rank: int, where: str) -> Box:
+def _checked_box(value: DTensorShard, rank: int, where: str) -> Box:
     """Returns the elements that a rank's part of a DTensor holds."""
     try:
         box = _box(value, rank)
@@ -261,7 +261,7 @@ def _checked_box(value: DTensorPart, rank: int, where: str) -> Box:
     return box
 
 
-def _box(value: DTensorPart, rank: int) -> Box:
+def _box(value: DTensorShard, rank: int) -> Box:
     """Returns the elements that a rank's part holds."""
     mesh, placements = (
         value.spec.state["mesh"],

@@ -22,7 +22,7 @@ from ckpt_tools.core.catalog import Chunk, Extent, TensorEntry
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats.base import SHAPES
-from ckpt_tools.formats.pickle.state import Path, ShardedTensorPart, TensorView, is_number
+from ckpt_tools.formats.pickle.state import Path, ShardedTensorShard, TensorView, is_number
 from ckpt_tools.storage import Store, read
 
 FLAT = "_flat_param"
@@ -191,7 +191,7 @@ def _vector(name: str, held: Mapping[int, RankValue]) -> TensorEntry:
     """Returns a unit's vector from the pieces of all ranks."""
     chunks, kinds = [], set()
     for item in held.values():
-        if not isinstance(item.value, ShardedTensorPart) or len(item.value.shape) != 1:
+        if not isinstance(item.value, ShardedTensorShard) or len(item.value.shape) != 1:
             raise FormatError(f"a flat parameter is not a vector: {printable(name)!r}")
         kinds.add((item.value.dtype, item.value.shape))
         chunks += [

@@ -90,7 +90,7 @@ class UnreadTensor(NamedTuple):
     pending: tuple[str, ...] = ()
 
 
-class DTensorPart(NamedTuple):
+class DTensorShard(NamedTuple):
     """A rank's part of a DTensor: its elements, the global shape, and its spec."""
 
     local: TensorView
@@ -98,7 +98,7 @@ class DTensorPart(NamedTuple):
     spec: OpaqueObject
 
 
-class ShardedTensorPart(NamedTuple):
+class ShardedTensorShard(NamedTuple):
     """A rank's part of a ShardedTensor: its shards with their boxes, and the global shape.
 
     A rank without elements has no shards.
@@ -204,7 +204,7 @@ _KEPT = {
 
 def _rebuild_subclass(
     function: object, kind: object, args: object, state: object
-) -> TensorView | UnreadTensor | DTensorPart | ShardedTensorPart:
+) -> TensorView | UnreadTensor | DTensorShard | ShardedTensorShard:
     """Returns a tensor with attributes, of another class, a DTensor or a ShardedTensor."""
     function = function.function if isinstance(function, SafeCallable) else function
     label = kind.label if isinstance(kind, type) and issubclass(kind, OpaqueObject) else ""
@@ -226,7 +226,7 @@ def _rebuild_subclass(
         shards = state[0] if isinstance(state, tuple) and state else None
         if not isinstance(shards, list) or not isinstance(dtype, DType):
             raise TypeError("not a ShardedTensor")
-        return ShardedTensorPart(
+        return ShardedTensorShard(
             tuple(_piece(shard, dtype, len(shape)) for shard in shards), dtype, tuple(shape)
         )
     # the state may be a pair: attributes and slots
@@ -240,7 +240,7 @@ def _rebuild_subclass(
     )
     if not isinstance(spec, OpaqueObject) or not isinstance(local, TensorView):
         raise TypeError("not a DTensor")
-    return DTensorPart(local, tuple(shape), spec)
+    return DTensorShard(local, tuple(shape), spec)
 
 
 def _piece(shard: object, dtype: DType, ndim: int) -> tuple[TensorView, Box]:

@@ -62,11 +62,11 @@ class LoadProof:
                 found = manifest.tensors[own.fqn]
                 self._sealed[name] = _Sealed(own.fqn, int(found.fingerprint, 16))
 
-    def named(self, names: Mapping[str, str]) -> PartProof:
+    def named(self, names: Mapping[str, str]) -> ShareProof:
         """Returns the proof of one reading; `names` has stored names by names that differ."""
-        return PartProof(self._sealed, names)
+        return ShareProof(self._sealed, names)
 
-    def absorb(self, part: PartProof) -> None:
+    def absorb(self, part: ShareProof) -> None:
         """Adds what a reading has noted."""
         self._read.absorb(part.noted())
 
@@ -87,7 +87,7 @@ class LoadProof:
             _compare(self._sealed, everything.join(), where)
 
 
-class PartProof:
+class ShareProof:
     """The fingerprints of one reading."""
 
     def __init__(self, sealed: Mapping[str, _Sealed], names: Mapping[str, str]) -> None:

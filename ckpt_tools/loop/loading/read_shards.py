@@ -23,7 +23,7 @@ from ckpt_tools.formats.registry import Source
 from ckpt_tools.loop.loading.load_request import LoadReport
 from ckpt_tools.loop.loading.proof import LoadProof
 from ckpt_tools.loop.state.shards import Shard, has_bytes
-from ckpt_tools.loop.state.staging import Stage
+from ckpt_tools.loop.state.staging import Stager
 from ckpt_tools.storage import MemoryStore
 from ckpt_tools.storage.retries import read_again_if_wrong
 
@@ -86,7 +86,7 @@ def fill(
         CheckpointError: it cannot be read.
     """
     reader = ShardReader(source, jobs, memory_bytes, report, proof, names)
-    stages = Stage(), Stage()
+    stages = Stager(), Stager()
     try:
         for number, batch in enumerate(_batches(source.catalog, shards)):
             with stages[number % 2].fill([shard.tensor for shard in batch]) as views:

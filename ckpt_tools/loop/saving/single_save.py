@@ -19,7 +19,7 @@ from ckpt_tools.loop.state.archives import ReadBack
 from ckpt_tools.loop.state.pack_objects import pack_objects
 from ckpt_tools.loop.state.shard_info import shard_infos
 from ckpt_tools.loop.state.shards import local_shards
-from ckpt_tools.loop.state.staging import Stage
+from ckpt_tools.loop.state.staging import Stager
 from ckpt_tools.loop.state.state_dict import export
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import open_destination
@@ -81,7 +81,7 @@ def save(
             names = RankNames(shard_infos(shards), tuple(objects), values, paths)
             layout = agree_layout(group, names)
             with group.phase("copy the state"):
-                memory = Stage().live([shards[i].tensor for i in layout.task.shards]).wait()
+                memory = Stager().live([shards[i].tensor for i in layout.task.shards]).wait()
         target = open_destination(path, storage_options)
         step = number_in(target.url.rstrip("/").rpartition("/")[2])
         attempt = group.broadcast(str(uuid.uuid4()), "begin")

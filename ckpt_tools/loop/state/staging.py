@@ -93,7 +93,7 @@ class StagedTensors:
                 torch.cuda.current_stream(task.device).wait_event(task)
 
 
-class Stage:
+class Stager:
     """Host memory for tensors that are not row-major host memory themselves.
 
     It is allocated once and reused. For CUDA it is pinned.
@@ -108,8 +108,8 @@ class Stage:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._pool: ThreadPoolExecutor | None = None
 
-    def __reduce__(self) -> tuple[type[Stage], tuple[()]]:
-        return Stage, ()  # another process allocates its own
+    def __reduce__(self) -> tuple[type[Stager], tuple[()]]:
+        return Stager, ()  # another process allocates its own
 
     def live(self, tensors: Sequence[torch.Tensor]) -> StagedTensors:
         """Returns the memory of tensors; copies of those that are not row-major on the host."""

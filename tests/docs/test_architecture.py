@@ -1,0 +1,36 @@
+"""The code that docs/architecture.md names exists."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LAYER = "core|ranks|storage|engine|formats|publish|transfer|operations|loop|integrations|cli"
+
+
+def resolved(dotted: str) -> object:
+    """Returns what a dotted name below `ckpt_tools` names: a module, a class, a function."""
+    value: object = importlib.import_module("ckpt_tools")
+    where = "ckpt_tools"
+    for name in dotted.split("."):
+        where = f"{where}.{name}"
+        with suppress(ModuleNotFoundError):
+            importlib.import_module(where)
+        value = getattr(value, name)
+    return value
+
+
+def test_the_code_that_the_architecture_names_exists() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    names = re.findall(rf"`((?:{LAYER})(?:\.\w+)+)`", text)
+    names = [name for name in names if not name.endswith(".py")]
+    assert len(names) > 20
+    for name in names:
+        resolved(name)
+    paths = re.findall(rf"`((?:{LAYER}|tests)/[\w/]*(?:\.py)?)`", text)
+    assert len(paths) > 40
+    for path in paths:
+        assert (ROOT / path).exists() or (ROOT / "ckpt_tools" / path).exists(), path
