@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -21,21 +21,37 @@ _NAMES = ("NAME", "LOOKS_FOR", "recognise", "read_catalog", "locate", "guess", "
 
 
 @cache
-def external_formats() -> tuple[Format, ...]:
-    """Loads the formats that installed packages offer. A broken one is named in the log."""
-    from importlib.metadata import entry_points  # `ckpt inspect` should not wait for it
-
-    found = (_load(point) for point in sorted(entry_points(group=GROUP), key=lambda p: p.name))
-    return tuple(form for form in found if form is not None)
-
-
-def recognised(files: Mapping[str, int]) -> Format | None:
-    """Returns the first of these formats that a directory has; one that fails is named in the log.
+def external_formats(taken: frozenset[str]) -> tuple[Format, ...]:
+    """Loads the formats of installed packages. One that cannot be used is named in the log.
 
     Args:
+        taken: names and suffixes of other formats. A format must not take one of these.
+    """
+    from importlib.metadata import entry_points  # `ckpt inspect` should not wait for it
+
+    found: list[Format] = []
+    for point in sorted(entry_points(group=GROUP), key=lambda p: p.name):
+        form = _load(point)
+        if form is None:
+            continue
+        names = {name for name in (form.NAME, getattr(form, "SUFFIX", "")) if name}
+        if both := sorted(names & taken):
+            what = printable(point.value)
+            log.warning("the format %s is not used: %s is another format's", what, both[0])
+            continue
+        taken |= names
+        found.append(form)
+    return tuple(found)
+
+
+def recognised(formats: Iterable[Format], files: Mapping[str, int]) -> Format | None:
+    """Returns the first format that a directory has; one that fails is named in the log.
+
+    Args:
+        formats: of other packages.
         files: bytes of each file, by name.
     """
-    for form in external_formats():
+    for form in formats:
         try:
             if form.recognise(files):
                 return form

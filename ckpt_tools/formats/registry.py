@@ -64,6 +64,7 @@ _OF_FILES: dict[str, Format] = {
     **dict.fromkeys(torch_save.SUFFIXES, torch_save),
     **{form.SUFFIX: form for form in _ARRAYS},
 }
+_TAKEN = frozenset({*(form.NAME for form in FORMATS), safetensors.NAME, *_OF_FILES})
 _SEARCH_DEPTH = 3
 _MAX_SEEN = 10_000
 _MAX_LISTED = 300  # folders per level, in a store where each costs a request
@@ -316,13 +317,13 @@ def suffix_of(name: str) -> str:
 
 def _external() -> list[str]:
     """Returns the suffixes of formats of other packages."""
-    return [suffix for form in external_formats() if (suffix := getattr(form, "SUFFIX", ""))]
+    return [suffix for form in external_formats(_TAKEN) if (suffix := getattr(form, "SUFFIX", ""))]
 
 
 def _file_format(path: str, name: str) -> Format:
     if (suffix := suffix_of(name)) in _OF_FILES:
         return _OF_FILES[suffix]
-    for form in external_formats():
+    for form in external_formats(_TAKEN):
         if suffix_matches(form, name):
             return form
     if name == ".metadata" or name.endswith(".distcp"):
@@ -342,7 +343,7 @@ def _recognise(root: Store) -> Format | None:
     if any(name.startswith("pytorch_model_fsdp_") for name in root.folders()):
         files = root.list_files(below=True)
     own = next((f for f in FORMATS if f.recognise(files)), None)
-    return own or recognised(files)
+    return own or recognised(external_formats(_TAKEN), files)
 
 
 def suffix_matches(form: Format, name: str) -> bool:

@@ -89,19 +89,39 @@ def test_a_broken_external_format_is_named_and_does_not_stop_the_command(tmp_pat
     assert "Traceback" not in done.stderr
 
 
-def test_an_external_format_that_fails_to_recognise_is_named(tmp_path: Path) -> None:
-    info = tmp_path / "faulty-1.0.dist-info"
+def installed(folder: Path, name: str, source: str) -> dict[str, str]:
+    """Installs a package with one format in a folder, and returns the environment that has it."""
+    info = folder / f"{name}-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[ckpt_tools.formats]\nfaulty = faulty_format\n")
-    (tmp_path / "faulty_format.py").write_text(
-        "NAME, LOOKS_FOR = 'faulty', 'nothing'\n"
-        "read_catalog = locate = guess = lay_out = None\n"
-        "def recognise(files): raise ValueError('oops')\n"
-    )
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[ckpt_tools.formats]\n{name} = {name}_format\n")
+    (folder / f"{name}_format.py").write_text(source)
+    return os.environ | {"PYTHONPATH": str(folder)}
+
+
+@pytest.mark.parametrize("claims", ["NAME = 'dcp'", "NAME, SUFFIX = 'mine', '.safetensors'"])
+def test_an_external_format_takes_no_name_of_another(claims: str, tmp_path: Path) -> None:
+    source = f"{claims}\nLOOKS_FOR, recognise = 'all', bool\n"
+    source += "read_catalog = locate = guess = lay_out = None\n"
+    environment = installed(tmp_path, "greedy", source)
     done = subprocess.run(
         [sys.executable, "-m", "ckpt_tools", "inspect", str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 10 and "Traceback" not in done.stderr
+    assert "greedy_format is not used" in done.stderr
+
+
+def test_an_external_format_that_fails_to_recognise_is_named(tmp_path: Path) -> None:
+    source = "NAME, LOOKS_FOR = 'faulty', 'nothing'\n"
+    source += "read_catalog = locate = guess = lay_out = None\n"
+    source += "def recognise(files): raise ValueError('oops')\n"
+    environment = installed(tmp_path, "faulty", source)
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpt_tools", "inspect", str(tmp_path)],
+        env=environment,
         capture_output=True,
         text=True,
     )

@@ -214,3 +214,15 @@ def test_a_state_that_is_no_dict_is_refused_before_anything_else(tmp_path: Path)
         checkpoints.resume(model)  # also in a new run
     with pytest.raises(PlanError, match="a state is a dict, got a Linear"):
         ckpt_tools.load(tmp_path / "nothing", model)
+
+
+def test_an_empty_state_is_refused(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        with pytest.raises(PlanError, match="the state is empty"):
+            checkpoints.save(1, {})
+        with pytest.raises(PlanError, match="the state is empty"):
+            checkpoints.resume({})
+    for call in (ckpt_tools.save, ckpt_tools.load):
+        with pytest.raises(PlanError, match="the state is empty"):
+            call(tmp_path / "one", {})
+    assert not (tmp_path / "one").exists() and not list((tmp_path / "run").glob("step-*"))

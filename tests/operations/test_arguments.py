@@ -155,10 +155,10 @@ def test_a_misspelt_argument_of_the_loop_is_named_with_the_nearest(call, meant, 
 def test_misspelt_arguments_of_a_manager_s_calls_are_named(tmp_path) -> None:
     with ckpt_tools.CheckpointManager(tmp_path) as checkpoints:
         with pytest.raises(TypeError, match="did you mean 'asynchronous'"):
-            checkpoints.save(1, {}, asynchronus=True)
+            checkpoints.save(1, state, asynchronus=True)
         with pytest.raises(TypeError, match="did you mean 'step'"):
-            checkpoints.resume({}, stp=1)
+            checkpoints.resume(state, stp=1)
         with pytest.raises(TypeError, match="expected an integer"):
-            checkpoints.resume({}, step="3")
+            checkpoints.resume(state, step="3")
         with pytest.raises(PlanError, match="strict must be True or False"):
-            checkpoints.resume({}, strict="no")
+            checkpoints.resume(state, strict="no")

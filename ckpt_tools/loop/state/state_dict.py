@@ -280,7 +280,7 @@ def _without_ddp(name: str, inside: Sequence[str]) -> str:
 
 
 def check_state(state: object) -> None:
-    """Refuses a state that is no dict, before anything is read.
+    """Refuses a state that is no dict, or an empty one, before anything is read.
 
     Raises:
         PlanError: it is, for example, a module.
@@ -288,6 +288,11 @@ def check_state(state: object) -> None:
     if not isinstance(state, Mapping):
         raise PlanError(
             f"a state is a dict, got a {type(state).__name__}",
+            hint='give each object a name: {"model": model, "optimizer": optimizer}',
+        )
+    if not state:
+        raise PlanError(
+            "the state is empty: expected at least one object",
             hint='give each object a name: {"model": model, "optimizer": optimizer}',
         )
 
