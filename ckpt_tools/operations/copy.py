@@ -24,7 +24,7 @@ from ckpt_tools.engine.run import run_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, tile_bytes
 from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable, redacted
 from ckpt_tools.formats.base import LOCK, MANIFEST, attempt_of, note_of
-from ckpt_tools.formats.registry import INDEXES, Source, is_ours, open_source
+from ckpt_tools.formats.registry import INDEXES, Source, open_source
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.verification import Verification
@@ -343,9 +343,7 @@ class _Work:
         if self.target.needs_index and self.index not in files:
             others = [name for name in files if name not in self.files and name != LOCK]
             self._check_own([name for name in files if name in self.files])
-            infos = self.target.object_infos(others) or {}
-            is_ours_alone = all(is_ours(n) and n in infos and infos[n].is_marked for n in others)
-            return "part" if is_ours_alone else "another"
+            return "another" if set(others) - self.target.unfinished(others) else "part"
         is_same = all(files.get(name) == nbytes for name, nbytes in self.files.items())
         if self.manifest is None:
             return "alike" if is_same and of_store(store) is None else "another"

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -245,6 +245,13 @@ class Destination(Protocol):
 
         Raises:
             StorageError: another writer has it.
+        """
+        ...
+
+    def unfinished(self, names: Collection[str]) -> set[str]:
+        """Returns which files at the destination are the work of interrupted attempts and copies.
+
+        Publication removes them. The caller makes sure that there is no index.
         """
         ...
 

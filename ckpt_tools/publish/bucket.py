@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -31,11 +31,12 @@ from ckpt_tools.formats.base import (
     note_of,
     short_name,
 )
-from ckpt_tools.formats.registry import INDEXES, is_checkpoint_file, is_ours
+from ckpt_tools.formats.registry import INDEXES
 from ckpt_tools.publish.base import CopiedRange, CopyTarget, UploadNotes
-from ckpt_tools.publish.leftovers import give_up_uploads
+from ckpt_tools.publish.leftovers import files_of_attempts, files_of_copies, give_up_uploads
 from ckpt_tools.publish.lock import Lease
-from ckpt_tools.publish.manifest import find_manifest, names_in
+from ckpt_tools.publish.manifest import find_manifest
+from ckpt_tools.publish.own_files import foreign_in, is_result
 from ckpt_tools.publish.refusals import refuse_existing, refuse_foreign
 from ckpt_tools.storage import RemoteStore, Store, WritableStore, Writer, read
 from ckpt_tools.storage.object_info import ObjectInfo
@@ -62,38 +63,39 @@ class RemoteDestination:
         self.url, self._options = url.rstrip("/"), options
         self._parent, _, self._name = self.url.rpartition("/")
         self._others: list[str] = []  # what was there when it was looked at
+        self._removable: set[str] = set()  # of that, what a publication may remove
 
-    def _look(self, known: Container[str] = ()) -> tuple[bool, list[str]]:
-        """Tells whether a file exists that is not in `known`. Also returns the foreign files."""
-        store = RemoteStore(self.url, self._options)
-        if store.is_file():
-            folder = RemoteStore(self._parent, self._options)
-            return True, (
-                []
-                if names_in(folder, self._name) or is_checkpoint_file(folder, self._name)
-                else [self._name]
-            )
+    def _look(self, store: RemoteStore, known: Container[str] = ()) -> list[str]:
+        """Returns the names in the prefix that are no leftovers of attempts and not in `known`."""
         self._others = [n for n in store.list_files() if n not in known]
         files = [n for n in self._others if n != LOCK]
-        foreign = [n for n in files if not is_ours(n)]
-        if foreign:  # a save may have written small files of other names
-            sealed = find_manifest(store)
-            own = sealed.files.keys() if sealed is not None else _unfinished(store, files, foreign)
-            foreign = [n for n in foreign if n not in own]
-            files = [n for n in files if sealed is not None or n not in own]
-        foreign += store.folders()
-        return bool(foreign) or not all(attempt_of(n) or is_note(n) for n in files), foreign
+        self._removable = files_of_attempts(store, files)
+        return [n for n in files if n not in self._removable]
 
     def exists(self) -> bool:
-        return self._look()[0]
+        store = RemoteStore(self.url, self._options)
+        return store.is_file() or bool(self._look(store) or store.folders())
+
+    def unfinished(self, names: Collection[str]) -> set[str]:
+        store = RemoteStore(self.url, self._options)
+        left = files_of_attempts(store, names) | files_of_copies(store, names)
+        self._removable |= left
+        return left
 
     def check(self, overwrite: bool, known: Container[str] = ()) -> None:
         """See `Destination.check`; `known` are the files of an earlier attempt."""
-        exists, foreign = self._look(known)
-        if exists and not overwrite:
+        store = RemoteStore(self.url, self._options)
+        if store.is_file():
+            folder = RemoteStore(self._parent, self._options)
+            files, foreign = [self._name], [] if is_result(folder, self._name) else [self._name]
+        else:
+            files = self._look(store, known)
+            foreign = [*(foreign_in(store, files) if files else ()), *store.folders()]
+        if (files or foreign) and not overwrite:
             raise refuse_existing(self.url, can_be_replaced=not foreign)
         if foreign:
             raise refuse_foreign(self.url, foreign)
+        self._removable |= set(files)
 
     def name(self, file: str, attempt: str) -> str:
         return attempt_name(file, attempt)
@@ -171,6 +173,7 @@ class RemoteDestination:
             overwrite,
             single,
             self._others,
+            self._removable,
         )
         try:
             yield staged
@@ -202,17 +205,6 @@ def _try(data: bytes, work: str) -> UploadNotes | None:
     return None
 
 
-def _unfinished(store: RemoteStore, files: Sequence[str], names: Sequence[str]) -> set[str]:
-    """Returns the small files among `names` that a save which never committed has written.
-
-    Their objects carry the id of an attempt that has left a data file, too.
-    """
-    attempts = {attempt_of(name)[:8] for name in files} - {""}
-    if not attempts or any(name in INDEXES for name in files):
-        return set()
-    return {n for n, info in store.about_all(names).items() if info.owner[:8] in attempts}
-
-
 def _right_files(store: RemoteStore, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
     """Returns the names of the objects with the expected size and checksum."""
     sizes = store.list_files(below=True)
@@ -234,11 +226,14 @@ class RemoteAttempt:
         overwrite: bool,
         single: str,
         others: Sequence[str] = (),
+        removable: Container[str] = (),
     ) -> None:
-        """Stores where the files go, and the names that existed before. See
-        `Destination.stage`.
+        """Stores where the files go, the names that existed before, and those that may be removed.
+
+        See `Destination.stage`.
         """
         self.store, self.attempt, self._others = store, attempt, others
+        self._removable = removable
         self._overwrite, self._single = overwrite, single
         self._manifest, self.is_published = "", False
         self._expected: set[str] = set()  # what belongs to the result, whatever its name looks like
@@ -408,28 +403,25 @@ class RemoteAttempt:
         more; returns remarks.
         """
         try:
-            others = self._others if index else self.sizes()
-            stale = [
-                name
-                for name in others
-                if name not in self._expected and self._is_stale(name, index)
-            ]
+            if index is None:
+                stale = [
+                    n for n in self.sizes() if n != self._manifest and is_note(n, self._single)
+                ]
+            else:
+                kept = (*INDEXES, index.file, self._manifest)
+                stale = [
+                    name
+                    for name in self._others
+                    if name in self._removable
+                    and name not in self._expected
+                    and name not in kept
+                    and attempt_of(name) != self.attempt[:8]
+                ]
             about = {} if self._overwrite else self.store.about_all(stale)
             self.store.remove([name for name in stale if self._overwrite or about[name].is_marked])
         except CheckpointError as error:
             return [f"files of what was there before could not be removed: {error}"]
         return []
-
-    def _is_stale(self, name: str, index: Literal | None) -> bool:
-        if index is None:
-            return name != self._manifest and is_note(name, self._single)
-        if name in (*INDEXES, index.file, self._manifest) or attempt_of(name) == self.attempt[:8]:
-            return False
-        return (
-            bool(attempt_of(name))
-            or is_note(name)
-            or (bool(self._overwrite or self._expected) and is_ours(name))
-        )
 
     def give_up(self, is_kept: bool) -> None:
         """Removes the files of this attempt, unless it was committed after all.

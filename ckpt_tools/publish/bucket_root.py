@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tools.formats.base import LOCK, PIN
-from ckpt_tools.formats.registry import INDEXES, is_ours
+from ckpt_tools.formats.registry import INDEXES
 from ckpt_tools.publish.bucket import RemoteDestination
-from ckpt_tools.publish.leftovers import remove_abandoned
+from ckpt_tools.publish.leftovers import files_of_attempts, remove_abandoned
 from ckpt_tools.publish.lock import Lease
 from ckpt_tools.publish.manifest import names_in
 from ckpt_tools.publish.run_root import GRACE_S, Leftover, RootEntries
@@ -74,7 +74,8 @@ class BucketRoot:
 
     def all_files(self, name: str) -> list[str]:
         store = self._folders.get(name) or self._store(name)
-        return sorted(n for n in store.list_deep() if not is_ours(n) and n != LOCK)
+        files = [n for n in store.list_deep() if n != LOCK]
+        return sorted(set(files) - files_of_attempts(store, files))
 
     def pin(self, name: str, text: bytes) -> None:
         write_file(self._store(name), PIN, text)

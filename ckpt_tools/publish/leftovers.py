@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from typing import Any
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.formats.base import LOCK, UPLOADS, attempt_of, note_of, short_name
+from ckpt_tools.formats.base import LOCK, UPLOADS, attempt_of, is_note, note_of
+from ckpt_tools.formats.dcp.format import is_data_file
 from ckpt_tools.formats.registry import INDEXES, is_ours
 from ckpt_tools.publish.run_root import Leftover
 from ckpt_tools.storage import RemoteStore
@@ -41,24 +42,48 @@ def remove_abandoned(store: RemoteStore, grace_s: float, dry_run: bool) -> list[
 def _unfinished(step: RemoteStore, folder: str, before: dt.datetime) -> list[str]:
     """Returns the old objects of attempts that never got an index, in one folder of a run."""
     files = step.list_files()
-    ours = [
-        name for name in files if (is_ours(name) or name == LOCK) and not _is_whole(name, files)
-    ]
+    left = [*files_of_attempts(step, files), *(name for name in files if name == LOCK)]
     if any(name in INDEXES for name in files) or any(
-        step.modified(name) is None or step.modified(name) > before for name in ours
+        step.modified(name) is None or step.modified(name) > before for name in left
     ):
         return []
-    return [f"{folder}/{name}" for name, about in step.about_all(ours).items() if about.is_marked]
+    return [f"{folder}/{name}" for name in left if step.object_info(name).is_marked]
 
 
-def _is_whole(name: str, files: Iterable[str]) -> bool:
-    """Tells whether an object may be a complete result by itself, or the manifest of one.
+def files_of_attempts(store: RemoteStore, files: Collection[str]) -> set[str]:
+    """Returns the files that attempts at a checkpoint have written into a prefix.
 
-    A file that `merge` or `convert` wrote needs no index. Its name has no attempt id.
+    The caller makes sure that no index refers to them. A file that `merge` or `convert` wrote needs
+    no index, and is never among them. A name alone proves nothing, because a date looks like the id
+    of an attempt: the object must carry the same id.
+
+    Args:
+        store: the prefix. If it keeps no metadata of objects, names have to do.
+        files: names in the prefix.
     """
-    if note := note_of(name):
-        return bool(note[1]) and note[1] in map(short_name, files)
-    return name.endswith(".safetensors") and not attempt_of(name)
+    named = {name: attempt for name in files if (attempt := attempt_of(name))}
+    notes = {name for name in files if is_note(name)}
+    if store.s3 is None:
+        return notes | named.keys()
+    infos = store.about_all(named)
+    own = {n for n, attempt in named.items() if infos[n].owner[:8] == attempt}
+    if own and not any(name in INDEXES for name in files):
+        # a save may have written small files of other names
+        attempts = {named[name] for name in own}
+        small = [n for n in files if n not in named and not is_ours(n) and n != LOCK]
+        own |= {n for n, info in store.about_all(small).items() if info.owner[:8] in attempts}
+    return notes | own
+
+
+def files_of_copies(store: RemoteStore, files: Collection[str]) -> set[str]:
+    """Returns the data files that interrupted copies of steps have written into a prefix.
+
+    They have no id in their names. The caller makes sure that no index refers to them.
+    """
+    if store.s3 is None:
+        return set()
+    infos = store.about_all(name for name in files if is_data_file(name))
+    return {name for name, info in infos.items() if info.is_marked}
 
 
 def _abandoned_notes(store: RemoteStore, before: dt.datetime) -> list[str]:

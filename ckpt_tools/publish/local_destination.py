@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Literal
 from ckpt_tools.engine.partition import Regions
-from ckpt_tools.errors import CheckpointError, StorageError, printable
-from ckpt_tools.formats.base import is_note
-from ckpt_tools.formats.dcp.format import is_data_file
-from ckpt_tools.formats.registry import INDEXES, detect_in, is_checkpoint_file
+from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.publish import journal
 from ckpt_tools.publish import local as local
 from ckpt_tools.publish.base import Attempt, CopyTarget, UploadNotes
 from ckpt_tools.publish.check_manifest import hash_files
-from ckpt_tools.publish.manifest import names_in, read_manifest
+from ckpt_tools.publish.own_files import foreign_in, is_result
 from ckpt_tools.storage import (
     LocalStore,
     SharedStore,
     Store,
     WritableStore,
-    read,
     write_file,
 )
 from ckpt_tools.storage.retries import appeared
@@ -35,70 +30,23 @@ if TYPE_CHECKING:
 
 
 def foreign_files(target: Path) -> list[str]:
-    """Returns what stands at a destination and belongs to no checkpoint: never to be overwritten.
-
-    A manifest may list files of any name, such as a config or a tokenizer. But anybody can write a
-    manifest, so a file counts only if it has the very bytes that were sealed. Other files count if
-    the index refers to them, or if only torch and this tool use such names.
-    """
+    """Returns what is at a destination and belongs to no checkpoint. See `foreign_in`."""
     if target.is_file():
         folder = LocalStore(target.parent)
         try:
-            return (
-                []
-                if names_in(folder, target.name) or is_checkpoint_file(folder, target.name)
-                else [target.name]
-            )
+            return [] if is_result(folder, target.name) else [target.name]
         finally:
             folder.close()
     store = LocalStore(target)
     try:
-        known = _files_of(store)
         present = [
             str(path.relative_to(target))
             for path in sorted(target.rglob("*"))
             if path.is_symlink() or not path.is_dir()
         ]
-        return [n for n in present if not (n in known or is_data_file(n) or is_note(n))]
+        return foreign_in(store, present)
     finally:
         store.close()
-
-
-def _files_of(store: LocalStore) -> set[str]:
-    """Returns the files of the checkpoint in a directory: data, index, and all that its manifest
-    lists with the very bytes.
-
-    An index of another format is a stray file of the user. If no checkpoint is readable, each index
-    counts as part of a broken one.
-    """
-    try:
-        form = detect_in(store)[1]
-        known = {*form.read_catalog(store).file_sizes, getattr(form, "INDEX", form.LOOKS_FOR)}
-    except CheckpointError:
-        known = set(INDEXES)
-    for name in names_in(store):
-        with suppress(CheckpointError):  # it vouches for nothing
-            manifest = read_manifest(store, name)
-            sizes = {
-                file: sealed.nbytes
-                for file, sealed in manifest.files.items()
-                if _has_size(store, file, sealed.nbytes)
-            }
-            crcs = hash_files(store, {n: nbytes for n, nbytes in sizes.items() if n not in known})
-            known |= {n for n, crc in crcs.items() if hex64(crc) == manifest.files[n].crc64nvme}
-            known |= {
-                index[0]
-                for index in [manifest.index]
-                if index and hex64(crc64nvme(read(store, index[0]))) == index[1].crc64nvme
-            }
-    return known
-
-
-def _has_size(store: LocalStore, file: str, nbytes: int) -> bool:
-    try:
-        return store.size(file) == nbytes
-    except StorageError:
-        return False
 
 
 class LocalDestination:
@@ -122,6 +70,11 @@ class LocalDestination:
 
     def claim(self) -> None:
         """Returns None: the rename of a directory decides between writers."""
+
+    def unfinished(self, names: Collection[str]) -> set[str]:
+        """Returns nothing: attempts work in directories of their own."""
+        del names
+        return set()
 
     def object_infos(self, names: Iterable[str]) -> None:
         """Returns None: files on a disk have no marks."""

@@ -153,6 +153,7 @@ def test_a_misspelt_argument_of_the_loop_is_named_with_the_nearest(call, meant, 
 
 
 def test_misspelt_arguments_of_a_manager_s_calls_are_named(tmp_path) -> None:
+    state = {"step": 1}
     with ckpt_tools.CheckpointManager(tmp_path) as checkpoints:
         with pytest.raises(TypeError, match="did you mean 'asynchronous'"):
             checkpoints.save(1, state, asynchronus=True)
