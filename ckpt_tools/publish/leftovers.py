@@ -42,7 +42,11 @@ def remove_abandoned(store: RemoteStore, grace_s: float, dry_run: bool) -> list[
 def _unfinished(step: RemoteStore, folder: str, before: dt.datetime) -> list[str]:
     """Returns the old objects of attempts that never got an index, in one folder of a run."""
     files = step.list_files()
-    left = [*files_of_attempts(step, files), *(name for name in files if name == LOCK)]
+    left = {
+        *files_of_attempts(step, files),
+        *files_of_copies(step, files),
+        *({LOCK} & files.keys()),
+    }
     if any(name in INDEXES for name in files) or any(
         step.modified(name) is None or step.modified(name) > before for name in left
     ):

@@ -26,7 +26,7 @@ from ckpt_tools.formats.registry import is_ours
 from ckpt_tools.publish.flock import held_by_this_thread, release, try_lock
 from ckpt_tools.publish.refusals import refuse_existing, refuse_foreign
 from ckpt_tools.publish.rename import exchange, publish_name
-from ckpt_tools.storage import LocalStore, write_file
+from ckpt_tools.storage import PinnedStore, write_file
 from ckpt_tools.storage.local import failed
 
 _STAGING, _TRASH = ".tmp.", ".trash."
@@ -36,11 +36,45 @@ _PRIVATE = 0o700  # the mode of a staging directory until it is published
 
 @dataclass(frozen=True, slots=True)
 class StagingDirectory:
-    """The private directory of one attempt, beside the destination. Its process locks it."""
+    """The private directory of one attempt, beside the destination.
+
+    Attributes:
+        attempt: id of the attempt.
+        path: the directory.
+        target: the destination.
+        lock: the open directory; -1 in other processes than the one that made it.
+    """
 
     attempt: str
     path: Path
     target: Path
+    lock: int = -1
+
+    def open(self, creates: bool = True) -> PinnedStore:
+        """Opens the directory for writing.
+
+        Raises:
+            StorageError: its name leads elsewhere by now.
+        """
+        if self.path.is_symlink():
+            raise _exchanged(self.path)
+        store = PinnedStore(self.path, creates)
+        found = os.fstat(store.directory)
+        if self.lock >= 0 and not os.path.samestat(found, os.fstat(self.lock)):
+            raise _exchanged(self.path)
+        if problem := _trust_problem(found):
+            raise StorageError(
+                f"a staging directory is not used, since {problem}: {printable(str(self.path))}",
+                hint="look at it, and remove it",
+            )
+        return store
+
+
+def _exchanged(path: Path) -> StorageError:
+    return StorageError(
+        f"somebody has moved the staging directory away: {printable(str(path))}",
+        hint="nothing was published; write into a folder that nobody else may change",
+    )
 
 
 def check_destination(
@@ -162,7 +196,7 @@ def staging(
                     f"another process is at work on this: {printable(str(path))}",
                     hint="wait for it to end",
                 )
-            yield StagingDirectory(attempt, path, target)
+            yield StagingDirectory(attempt, path, target, lock)
         finally:
             clean()
     finally:
@@ -418,24 +452,74 @@ def make_folder(path: Path) -> None:
         sync_directory(folder.parent)
 
 
-def publish_directory(staged: StagingDirectory, overwrite: bool) -> None:
+FindForeign = Callable[[Path], list[str]]
+
+
+def publish_directory(staged: StagingDirectory, overwrite: bool, find_foreign: FindForeign) -> None:
     """Gives a complete staging directory its final name: the commit.
 
+    Args:
+        staged: the directory.
+        overwrite: whether a result may be replaced.
+        find_foreign: as for `check_destination`. It looks once more: files may have come since.
+
     Raises:
-        StorageError: another writer was first, or the rename failed; nothing is visible then.
+        StorageError: another writer was first, a file of somebody else is there, or the rename
+            failed. Nothing is visible then.
     """
-    _set_mode(staged.path)
+    _set_mode(staged)
     for folder, _, _ in os.walk(staged.path, topdown=False):
         sync_directory(Path(folder))
+    if not _is_at(staged.lock, staged.path):
+        raise _exchanged(staged.path)
     if overwrite and os.path.lexists(staged.target):
-        if not exchange(staged.path, staged.target):  # the staging name now holds the old one
-            _replace_by_turns(staged)
+        _refuse_foreign(staged.target, staged.target, find_foreign)
+        if exchange(staged.path, staged.target):  # the staging name now holds the old one
+            try:
+                _refuse_foreign(staged.path, staged.target, find_foreign)
+                _check_published(staged)
+            except BaseException:
+                exchange(staged.path, staged.target)
+                raise
+        else:
+            _replace_by_turns(staged, find_foreign)
     else:
         publish_name(staged.path, staged.target)
+        try:
+            _check_published(staged)
+        except BaseException:
+            publish_name(staged.target, staged.path)
+            raise
     _confirm(staged.target)
 
 
-def _replace_by_turns(staged: StagingDirectory) -> None:
+def _check_published(staged: StagingDirectory) -> None:
+    """Refuses a result that is not the directory of the attempt.
+
+    Raises:
+        StorageError: somebody exchanged it just before it got its name.
+    """
+    if not _is_at(staged.lock, staged.target):
+        raise _exchanged(staged.path)
+
+
+def _refuse_foreign(old: Path, target: Path, find_foreign: FindForeign) -> None:
+    """Refuses to replace anything but a checkpoint.
+
+    Args:
+        old: where the old result is.
+        target: where it was at first.
+        find_foreign: as for `check_destination`.
+
+    Raises:
+        StorageError: it is a link, or holds files of somebody else.
+    """
+    foreign = [target.name] if old.is_symlink() else find_foreign(old)
+    if foreign:
+        raise refuse_foreign(str(target), foreign)
+
+
+def _replace_by_turns(staged: StagingDirectory, find_foreign: FindForeign) -> None:
     """Replaces a directory where two cannot change places: the old one stands aside until the new
     one is there for good.
     """
@@ -451,6 +535,7 @@ def _replace_by_turns(staged: StagingDirectory) -> None:
         )
     try:
         publish_name(target, aside)
+        _refuse_foreign(aside, target, find_foreign)
         publish_name(staged.path, target)
         _confirm(target)
         with suppress(OSError):  # else the next one removes it
@@ -464,20 +549,34 @@ def _replace_by_turns(staged: StagingDirectory) -> None:
         release(lock)
 
 
-def publish_file(staged: StagingDirectory, name: str, manifest: str, overwrite: bool) -> None:
+def publish_file(
+    staged: StagingDirectory, name: str, manifest: str, overwrite: bool, find_foreign: FindForeign
+) -> None:
     """Gives a staged file its final name, its manifest first: the rename of the data is the commit.
 
+    Args:
+        staged: the directory that has the file.
+        name, manifest: names of the file and of its manifest in it.
+        overwrite: whether a result may be replaced.
+        find_foreign: as for `check_destination`. It looks once more: a file may have come since.
+
     Raises:
-        StorageError: another writer was first, or the rename failed; nothing is visible then.
+        StorageError: another writer was first, a file of somebody else is there, or the rename
+            failed. Nothing is visible then.
     """
     target = staged.target
     sync_directory(staged.path)
+    if not _is_at(staged.lock, staged.path):
+        raise _exchanged(staged.path)
     with _one_at_a_time(target.parent):
+        replaced = os.lstat(target) if overwrite and os.path.lexists(target) else None
+        if replaced:
+            _refuse_foreign(target, target, find_foreign)
         try:
-            os.rename(staged.path / manifest, target.parent / manifest)
+            os.rename(manifest, target.parent / manifest, src_dir_fd=staged.lock)
             sync_directory(target.parent)
-            if overwrite:
-                os.replace(staged.path / name, target)
+            if replaced:
+                _replace_file(staged, name, replaced)
             else:
                 publish_name(staged.path / name, target)
         except BaseException:
@@ -487,7 +586,28 @@ def publish_file(staged: StagingDirectory, name: str, manifest: str, overwrite: 
         _confirm(target)
         for old in target.parent.iterdir():
             if note_of(old.name) == (MANIFEST, short_name(target.name)) and old.name != manifest:
-                old.unlink(missing_ok=True)
+                with suppress(OSError):  # a directory of that name is somebody's
+                    old.unlink()
+
+
+def _replace_file(staged: StagingDirectory, name: str, replaced: os.stat_result) -> None:
+    """Exchanges a result with the file that was looked at, and with no other.
+
+    Raises:
+        StorageError: another file took its place meanwhile. It is there again.
+    """
+    new, target = staged.path / name, staged.target
+    if not exchange(new, target):
+        os.replace(new, target)
+    elif not os.path.samestat(os.lstat(new), replaced):
+        exchange(new, target)
+        raise StorageError(
+            "another writer replaced the destination while this was at work:"
+            f" {printable(str(target))}",
+            hint="look at its result, and start again if you still want to replace it",
+        )
+    else:
+        new.unlink()
 
 
 @contextmanager
@@ -514,7 +634,9 @@ def add_file(folder: Path, name: str, data: bytes, attempt: str) -> None:
             left then.
     """
     with staging(folder / name, attempt) as staged:
-        write_file(LocalStore(staged.path), name, data)
+        store = staged.open()
+        write_file(store, name, data)
+        store.close()
         sync_directory(staged.path)
         publish_name(staged.path / name, staged.target)
         _confirm(staged.target)
@@ -536,18 +658,18 @@ def _confirm(target: Path) -> None:
         ) from error
 
 
-def _set_mode(path: Path) -> None:
+def _set_mode(staged: StagingDirectory) -> None:
     """Gives a staging directory, private so far, the mode that `mkdir` gives a directory in that
     place.
 
     Setgid, and the mask of a default ACL, come from the folder above. A new directory inside the
     staging directory inherits both the same way, so its mode is the one to set.
     """
-    probe = path / f".mode.{path.name[-8:]}"
+    probe, fd = f".mode.{staged.path.name[-8:]}", staged.lock
     try:
-        probe.mkdir(0o777)
-        mode = probe.stat().st_mode
-        probe.rmdir()
-        path.chmod(stat.S_IMODE(mode))
+        os.mkdir(probe, 0o777, dir_fd=fd)
+        mode = os.stat(probe, dir_fd=fd).st_mode
+        os.rmdir(probe, dir_fd=fd)
+        os.fchmod(fd, stat.S_IMODE(mode))
     except OSError as error:
-        raise failed("set the mode of", path, error) from error
+        raise failed("set the mode of", staged.path, error) from error

@@ -18,7 +18,6 @@ from ckpt_tools.publish.check_manifest import hash_files
 from ckpt_tools.publish.own_files import foreign_in, is_result
 from ckpt_tools.storage import (
     LocalStore,
-    SharedStore,
     Store,
     WritableStore,
     write_file,
@@ -136,9 +135,10 @@ class LocalDestination:
                 f"this rank does not see what rank 0 made: {printable(str(folder))}",
                 hint="the directory must be shared by all ranks",
             )
-        staged = LocalAttempt(local.StagingDirectory(attempt, folder, self.path), False, single)
+        staging = local.StagingDirectory(attempt, folder, self.path)
+        staged = LocalAttempt(staging, False, single)
         if shares_files:
-            staged.writable = SharedStore(folder)
+            staged.writable = staging.open(creates=False)
         return staged
 
 
@@ -162,7 +162,7 @@ class LocalAttempt:
         accept: Callable[[str], None] | None = None,
     ) -> None:
         self.attempt, self.folder = staging.attempt, staging.path
-        self.writable = LocalStore(staging.path)
+        self.writable = staging.open()
         self._staging, self._overwrite, self._single, self._accept = (
             staging,
             overwrite,
@@ -190,7 +190,7 @@ class LocalAttempt:
         return right
 
     def prepare(self, files: Mapping[str, int]) -> None:
-        own = LocalStore(self.folder)
+        own = self.writable
         there = {
             path.relative_to(self.folder).as_posix(): path.stat().st_size
             for path in self.folder.rglob("*")
@@ -203,7 +203,7 @@ class LocalAttempt:
         for name in there.keys() - files.keys():
             if not PurePath(name).match(journal.GLOB):
                 (self.folder / name).unlink()
-        self.writable = SharedStore(self.folder)
+        self.writable = self._staging.open(creates=False)
 
     def share(self, regions: Regions) -> WritableStore:
         del regions  # every process may write anywhere
@@ -230,14 +230,18 @@ class LocalAttempt:
     def publish(self, manifest: Literal | None, index: Literal | None) -> list[str]:
         for literal in (manifest, index):
             if literal is not None:
-                write_file(LocalStore(self.folder), literal.file, literal.data)
+                write_file(self._staging.open(), literal.file, literal.data)
         journal.remove_journals(self.folder)
         if self._accept is not None:
             self._accept(str(self.folder))
         if self._single:
             local.publish_file(
-                self._staging, self._single, manifest.file if manifest else "", self._overwrite
+                self._staging,
+                self._single,
+                manifest.file if manifest else "",
+                self._overwrite,
+                foreign_files,
             )
         else:
-            local.publish_directory(self._staging, self._overwrite)
+            local.publish_directory(self._staging, self._overwrite, foreign_files)
         return []

@@ -16,8 +16,24 @@ from ckpt_tools.storage import Store, read
 
 
 def is_result(folder: Store, name: str) -> bool:
-    """Tells whether a file is the result of a merge or a conversion, and may be replaced."""
-    return bool(names_in(folder, name)) or is_checkpoint_file(folder, name)
+    """Tells whether a file is a checkpoint by itself: it may be replaced.
+
+    A file of a format that any program writes must have the very bytes that its manifest has
+    sealed.
+    """
+    if is_checkpoint_file(folder, name):
+        return True
+    for beside in names_in(folder, name):
+        with suppress(CheckpointError):  # a manifest that anybody may have written
+            sealed = read_manifest(folder, beside).files.get(name)
+            if sealed is None or folder.size(name) != sealed.nbytes:
+                continue
+            crc = folder.stored_crcs([name]).get(name)
+            if crc is None:
+                crc = hash_files(folder, {name: sealed.nbytes})[name]
+            if hex64(crc) == sealed.crc64nvme:
+                return True
+    return False
 
 
 def foreign_in(store: Store, names: Iterable[str]) -> list[str]:

@@ -17,7 +17,7 @@ from ckpt_tools.storage.base import (
     read,
     write_file,
 )
-from ckpt_tools.storage.local import LocalStore, SharedStore
+from ckpt_tools.storage.local import LocalStore, PinnedStore
 from ckpt_tools.storage.memory import MemoryStore
 from ckpt_tools.storage.overlay import Overlay
 
@@ -29,8 +29,8 @@ __all__ = [
     "LocalStore",
     "MemoryStore",
     "Overlay",
+    "PinnedStore",
     "RemoteStore",
-    "SharedStore",
     "Store",
     "WritableStore",
     "Writer",

@@ -11,6 +11,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from ckpt_tools.errors import StorageError, printable
@@ -239,24 +240,65 @@ def _blobs_of(root: Path) -> Path | None:
     return None
 
 
-class SharedStore(LocalStore):
-    """A directory with files that another process or an earlier try has created.
+class PinnedStore(LocalStore):
+    """A directory that is opened once. Files are written into it, wherever its name leads later.
 
-    This process writes into the same files.
+    Whoever can write into the folder above could exchange the directory for a link.
     """
 
+    def __init__(self, root: str | Path, creates: bool = True) -> None:
+        """Opens the directory.
+
+        Args:
+            root: the directory itself, no link.
+            creates: create files. If False, another process or an earlier try has created them, and
+                this process writes into them.
+        """
+        super().__init__(root)
+        self._creates = creates
+        self.directory = -1
+        try:
+            self.directory = os.open(
+                root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+            )
+        except OSError as error:
+            raise failed("open", root, error) from error
+
     def create(self, path: str, nbytes: int) -> Writer:
-        return _LocalWriter(self.root / check_path(path, str(self.root)), nbytes, is_new=False)
+        path = check_path(path, str(self.root))
+        folders = path.split("/")[:-1]
+        for depth in range(len(folders) if self._creates else 0):
+            with suppress(FileExistsError):
+                os.mkdir("/".join(folders[: depth + 1]), dir_fd=self.directory)
+        return _LocalWriter(self.root / path, nbytes, self._creates, (path, self.directory))
+
+    def close(self) -> None:
+        super().close()
+        fd, self.directory = self.directory, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 class _LocalWriter:
-    def __init__(self, path: Path, nbytes: int, is_new: bool = True) -> None:
+    def __init__(
+        self, path: Path, nbytes: int, is_new: bool = True, at: tuple[str, int] | None = None
+    ) -> None:
+        """Opens or creates a file.
+
+        Args:
+            path: the file.
+            nbytes: its size, if it is new.
+            is_new: whether it must not exist.
+            at: its path below an open directory, and that directory.
+        """
         self.path = path
+        name, folder = at or (path, None)
         try:
             self._fd = os.open(
-                path,
+                name,
                 os.O_WRONLY | (os.O_CREAT | os.O_EXCL) * is_new | os.O_CLOEXEC | os.O_NOFOLLOW,
                 0o666,
+                dir_fd=folder,
             )
         except OSError as error:
             raise failed("create" if is_new else "open", path, error) from error

@@ -308,11 +308,11 @@ def test_prune_goes_on_after_a_step_that_cannot_be_removed(run: Path, ckpt: Run)
 
 
 def test_pins_and_foreign_objects_keep_a_step_in_a_bucket(server: Server) -> None:
-    fs, url = server.bucket("kept"), "s3://kept/run"
+    fs, url = server.bucket("pinned"), "s3://pinned/run"
     with CheckpointManager(url, keep_last=9, storage_options=server.options) as checkpoints:
         for step in range(1, 5):
             checkpoints.save(step, {"w": torch.full((3,), float(step))}, asynchronous=False)
-    fs.pipe_file(f"kept/run/{step_name(2)}/eval.json", b"{}")
+    fs.pipe_file(f"pinned/run/{step_name(2)}/eval.json", b"{}")
     assert run_ckpt("pin", f"{url}/{step_name(1)}", **server.environment).returncode == 0
     assert (
         "was pinned already"

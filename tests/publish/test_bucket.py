@@ -298,7 +298,9 @@ def test_what_others_wrote_is_never_removed(server: Server, tmp_path: Path) -> N
         }
     )
     with CheckpointManager("s3://others/run", **options) as checkpoints:
-        checkpoints.save(1, {"w": torch.ones(3)}, asynchronous=False)
+        with pytest.raises(StorageError, match="the destination exists"):
+            checkpoints.save(1, {"w": torch.ones(3)}, asynchronous=False)
+        checkpoints.save(2, {"w": torch.ones(3)}, asynchronous=False)
     assert open_root("s3://others/run", server.options).remove_leftovers(grace_s=-5) == []
     assert (
         fs.cat("others/run/step-00000001/x.deadbeef.safetensors")

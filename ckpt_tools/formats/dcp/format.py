@@ -95,6 +95,7 @@ def read_catalog(store: Store) -> Catalog:
     used |= {extent.file for extent in archives}
     # torch's writer leaves an empty file for a rank that saved nothing
     empty = {file for file, nbytes in files.items() if not nbytes}
+    world_size, sealed = _sealed_head(store, files)
     ranks = {
         file: int(match[1]) for file in sorted(used | empty) if (match := _DATA_FILE.search(file))
     }
@@ -104,8 +105,7 @@ def read_catalog(store: Store) -> Catalog:
         items,
         {fqn: path for metadata in parsed for fqn, path in metadata.paths.items()},
         _sizes(store, files, used),
-        max([*ranks.values(), *map(_metadata_rank, names), _sealed_world_size(store, files) - 1])
-        + 1,
+        max([*ranks.values(), *map(_metadata_rank, names), world_size - 1]) + 1,
         ranks,
         parsed[0].extras,
         archives,
@@ -113,7 +113,8 @@ def read_catalog(store: Store) -> Catalog:
         unread=aside.kinds,
         index_crcs=crcs,
     )
-    beside = next((name for name in _BESIDE if name in files), "")
+    # of a sealed checkpoint, only files that were sealed
+    beside = next((n for n in _BESIDE if n in files and (sealed is None or n in sealed)), "")
     return _with_values(catalog, store, beside, files[beside]) if beside else catalog
 
 
@@ -321,7 +322,9 @@ def _with_values(catalog: Catalog, store: Store, name: str, size: int) -> Catalo
     for path, value, extents in read_leaves(store, name, size, others):
         fqn = name_of(path)
         if extents or fqn in catalog.tensors or fqn in objects:
-            others["tensor" if extents else "value of a name that is taken"] += 1
+            kind = "a tensor beside DCP" if extents else "its name is taken"
+            others[kind] += 1
+            others.foreign[(name, *path)] = kind
             continue
         objects[fqn] = made.value(fqn, value)
         paths |= {fqn: path} if catalog.paths else {}
@@ -355,22 +358,26 @@ def _sizes(store: Store, files: Mapping[str, int], used: Iterable[str]) -> dict[
     return sizes
 
 
-def _sealed_world_size(store: Store, files: Mapping[str, int]) -> int:
-    """Returns the number of ranks from our manifest; 0 without a manifest.
+def _sealed_head(store: Store, files: Mapping[str, int]) -> tuple[int, set[str] | None]:
+    """Returns the number of ranks, and the names of files, from our manifests.
 
-    The data files may show fewer ranks, because some may have saved nothing.
+    Without a manifest, these are 0 and None. The data files may show fewer ranks, because some may
+    have saved nothing. If there are several manifests, only one fits, and it is not known here.
     """
     names = [name for name in files if _MANIFEST.fullmatch(name)]
-    if len(names) != 1:
-        return 0
-    try:
-        world_size = json.loads(read(store, names[0]))["world_size"]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise FormatError(
-            f"a manifest is malformed: {printable(str(error))} ({names[0]})",
-            hint="remove it to read the checkpoint without",
-        ) from error
-    return world_size if type(world_size) is int else 0
+    world_size, sealed = 0, set[str]()
+    for name in names:
+        try:
+            manifest = json.loads(read(store, name))
+            world_size = manifest["world_size"]
+            sealed |= set(manifest["files"])
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise FormatError(
+                f"a manifest is malformed: {printable(str(error))} ({name})",
+                hint="remove it to read the checkpoint without",
+            ) from error
+    is_known = len(names) == 1 and type(world_size) is int
+    return world_size if is_known else 0, sealed if names else None
 
 
 def _collect(

@@ -45,6 +45,8 @@ from ckpt_tools.storage import MemoryStore, Store
 
 FORMS = ("groups", "flat", "ids")
 _OPTIMIZER = re.compile(r"((?:.*?\.)?optim\w*(?:\.[0-9]{1,9})?)\.(state|param_groups)\.(.+)")
+_OF_ONE_RANK = re.compile(r"\.rank_[0-9]+$")  # files of ranks had different values
+_SHOWN = 4
 _BARE = re.compile(r"()(state|param_groups)\.(.+)")
 _MAX_OBJECT_BYTES, _OPTION_BYTES = 64 << 20, 4096
 
@@ -248,6 +250,13 @@ def _optimizer(
 
     If the parameters of its numbers are unknown, it adds a note.
     """
+    if differing := [fqn for fqn, (_, rest, _) in entries.items() if _OF_ONE_RANK.search(rest)]:
+        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        raise PlanError(
+            "values of an optimizer differ between ranks:"
+            f" {printable(', '.join(differing[:_SHOWN]))}{more}",
+            hint="--model-only leaves the optimizer out; ckpt reshard keeps the value of each rank",
+        )
     state: dict[str, dict[str, Any]] = {}
     numbered: dict[int, dict[str, Any]] = {}
     by_name: dict[str, dict[str, Any]] = {}
