@@ -36,6 +36,8 @@ _BARE = re.compile(r"(?i)(x-(?:amz|goog)-[\w-]+(?:=|%3d))[^&;\s'\")%]+")
 
 
 _SPACED = re.compile(r"(?<=://)[^\s/@:]+:[^/\n@]{1,100}@")  # a password with spaces
+# a user and a password, also if the URL around them is no URL any more
+_LOGIN = re.compile(r"(?<![\w.@:=-])[^\s/:@'\"(=]+:[^\s/@'\"]+@(?=[\w\[-])")
 # a port that is no number: the key of an account, as in abfs://container@account:KEY
 _PORT = re.compile(r"(://[^\s/:\[]+):(?!\d+(?:[^\w]|$))[^\s/'\")]+")
 
@@ -49,6 +51,8 @@ def redacted(text: str) -> str:
         text = _PORT.sub(r"\1:***", _SPACED.sub("***@", _USER.sub("***@", text)))
         text = _QUERY.sub(lambda found: found[1] + _VALUE.sub("=***", found[2]), text)
         text = _FRAGMENT.sub(r"\1***", text)
+    if "@" in text:
+        text = _LOGIN.sub("***@", text)
     return _BARE.sub(r"\1***", _LOOSE.sub(r"\1***", text))
 
 

@@ -76,7 +76,9 @@ def _models(files: Mapping[str, int]) -> dict[str, list[str]]:
         }
     if safetensors.recognise(own):
         found["model"] = (
-            [safetensors.INDEX] if safetensors.INDEX in own else safetensors.data_files(own)
+            [safetensors.INDEX]
+            if safetensors.INDEX in own
+            else safetensors.complete_set(safetensors.data_files(own), "model")
         )
     elif torch_save.recognise(own):
         found["model"] = [torch_save.INDEX if torch_save.INDEX in own else "pytorch_model.bin"]

@@ -30,6 +30,7 @@ from ckpt_tools.formats.base import (
     Format,
     Request,
     TargetTensor,
+    attempt_of,
     note_of,
     whole_tensor,
 )
@@ -401,6 +402,11 @@ def _nothing_found(root: Store) -> NotACheckpointError:
         hint = (
             ".distcp files without .metadata: the save was never finished, or .metadata was not"
             " copied along"
+        )
+    elif any(n.endswith(safetensors.SUFFIX) and attempt_of(n) for n in names):
+        hint = (
+            "an unfinished write to a bucket leaves files of such names; if it is complete, give"
+            " the path of the file itself"
         )
     elif any(n.endswith(torch_save.SUFFIXES) for n in names):
         hint = "give the path of a torch.save file itself"

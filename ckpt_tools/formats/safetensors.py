@@ -29,7 +29,7 @@ from ckpt_tools.errors import (
     StorageError,
     printable,
 )
-from ckpt_tools.formats.base import Request, attempt_of, guess_bare, locate_bare
+from ckpt_tools.formats.base import Request, attempt_of, given_file, guess_bare, locate_bare
 from ckpt_tools.storage import Store, check_path, read
 
 NAME = "safetensors"
@@ -56,10 +56,11 @@ def recognise(files: Mapping[str, int]) -> bool:
 
 def data_files(files: Mapping[str, int]) -> list[str]:
     """Returns the single file, or the one set of numbered shards; nothing if there are several."""
-    # files of an attempt have an index, or were never committed
-    found = [name for name in files if name.endswith(".safetensors") and not attempt_of(name)]
+    found = [name for name in files if name.endswith(".safetensors")]
     is_set = len({m[1] if (m := _SHARD.fullmatch(name)) else name for name in found}) == 1
-    return found if is_set else []
+    # A name with the id of an attempt may be one of several files that were never committed. An
+    # index refers to those that were.
+    return found if is_set and not any(map(attempt_of, found)) else []
 
 
 def read_catalog(store: Store) -> Catalog:
@@ -103,8 +104,10 @@ def read_readable(store: Store) -> tuple[Catalog, dict[str, CheckpointError], di
 def _shards_of(store: Store) -> tuple[list[str], dict[str, str]]:
     """Returns the data files, and the file of each tensor if there is an index."""
     files = store.list_files()
+    if given_file(store):
+        return list(files), {}
     if INDEX not in files:
-        return data_files(files), {}
+        return complete_set(data_files(files), store.url), {}
     weight_map = read_index(store, INDEX)
     renamed = {
         name: found
@@ -113,6 +116,23 @@ def _shards_of(store: Store) -> tuple[list[str], dict[str, str]]:
     }
     names = {name for at in weight_map.values() for name in renamed.get(at, [at])}
     return sorted(names), {fqn: renamed.get(at, [at])[0] for fqn, at in weight_map.items()}
+
+
+def complete_set(names: list[str], where: str) -> list[str]:
+    """Returns the names of a set of numbered shards.
+
+    Raises:
+        CatalogError: some are missing.
+    """
+    match = _SHARD.fullmatch(names[0]) if names else None
+    missing = int(match[1]) - len(names) if match else 0
+    if match and missing:
+        raise CatalogError(
+            f"shards are missing, and there is no index: expected {int(match[1])} files, got"
+            f" {len(names)} ({printable(where)})",
+            hint="restore them; or give the path of one file to read that file alone",
+        )
+    return names
 
 
 def _of_ranks(name: str, files: Iterable[str]) -> list[str]:

@@ -106,8 +106,7 @@ class RemoteDestination:
     def right_files(
         self, attempt: str, files: Mapping[str, int], crcs: Mapping[str, int]
     ) -> set[str]:
-        del attempt  # objects are written where they stay
-        return _right_files(RemoteStore(self.url, self._options), files, crcs)
+        return _right_files(RemoteStore(self.url, self._options), attempt, files, crcs)
 
     def existing_result(self) -> tuple[Store, str]:
         store = RemoteStore(self.url, self._options)
@@ -205,14 +204,23 @@ def _try(data: bytes, work: str) -> UploadNotes | None:
     return None
 
 
-def _right_files(store: RemoteStore, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
-    """Returns the names of the objects with the expected size and checksum."""
+def _right_files(
+    store: RemoteStore, attempt: str, files: Mapping[str, int], crcs: Mapping[str, int]
+) -> set[str]:
+    """Returns the names of the objects with the expected size and checksum.
+
+    A store that computes no CRC-64 has only that of the writer. It counts for objects of the same
+    attempt.
+    """
     sizes = store.list_files(below=True)
     there = store.about_all(name for name in files if name in sizes)
     return {
         n
         for n, about in there.items()
-        if sizes[n] == files[n] and n in crcs and about.crc64 == crcs[n]
+        if sizes[n] == files[n]
+        and n in crcs
+        and about.crc64 == crcs[n]
+        and (not about.is_claimed or about.owner == attempt)
     }
 
 
@@ -324,9 +332,8 @@ class RemoteAttempt:
 
     def keep_matching(self, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
         self._expected, self._crcs = set(files), crcs
-        return _right_files(
-            self.store, {name: n for name, n in files.items() if name != self._single}, crcs
-        )
+        several = {name: n for name, n in files.items() if name != self._single}
+        return _right_files(self.store, self.attempt, several, crcs)
 
     def files(self) -> Store:
         return self.store

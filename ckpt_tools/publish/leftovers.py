@@ -12,6 +12,7 @@ from ckpt_tools.formats.base import LOCK, UPLOADS, attempt_of, is_note, note_of
 from ckpt_tools.formats.dcp.format import is_data_file
 from ckpt_tools.formats.registry import INDEXES, is_ours
 from ckpt_tools.publish.run_root import Leftover
+from ckpt_tools.publish.steps import is_step_name
 from ckpt_tools.storage import RemoteStore
 from ckpt_tools.storage.s3.client import S3, next_page
 
@@ -98,10 +99,14 @@ def _abandoned_notes(store: RemoteStore, before: dt.datetime) -> list[str]:
 
 
 def _uploads(s3: S3, store: RemoteStore, before: dt.datetime, dry_run: bool) -> list[Leftover]:
-    """Ends old uploads below a prefix that were never completed. They cost money, unseen."""
+    """Ends old uploads to steps that were never completed. They cost money, unseen.
+
+    A listing does not tell who began an upload. So its name must be one that only this tool uses.
+    """
     found: list[Leftover] = []
+    top = len(s3.at_prefix(store.root)["Prefix"])
     for upload in _list_uploads(s3, store):
-        if upload["Initiated"] < before and is_ours(upload["Key"].rpartition("/")[2]):
+        if upload["Initiated"] < before and _is_of_step(upload["Key"][top:]):
             found.append(
                 Leftover(
                     f"{store.url.split('://')[0]}://{upload['Bucket']}/{upload['Key']}", "upload"
@@ -110,6 +115,15 @@ def _uploads(s3: S3, store: RemoteStore, before: dt.datetime, dry_run: bool) -> 
             if not dry_run:
                 _give_up(s3, store, upload)
     return found
+
+
+def _is_of_step(path: str) -> bool:
+    """Tells whether a path below a run is that of a data file of a step, or of a named save."""
+    folder, _, name = path.rpartition("/")
+    has_id = bool(attempt_of(name))
+    if is_step_name(folder):
+        return has_id or is_data_file(name)
+    return "/" not in folder and has_id and is_data_file(name)
 
 
 def give_up_uploads(store: RemoteStore, names: Container[str]) -> None:

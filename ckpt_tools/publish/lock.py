@@ -91,7 +91,8 @@ def _is_holder_alive(holder: Mapping[str, Any]) -> bool | None:
         or holder.get("host") != socket.gethostname()
     ):
         return None
-    return _started(int(holder.get("pid", 0))) == holder.get("started")
+    pid = holder.get("pid")
+    return _started(pid if type(pid) is int else 0) == holder.get("started")
 
 
 def _taken(root: str, holder: Mapping[str, Any], text: str) -> StorageError:

@@ -273,6 +273,13 @@ def check_path(path: str, where: str) -> str:
             like a URL or a drive.
     """
     segments = path.split("/")
+    if not path.isascii():
+        try:
+            os.fsencode(path)
+        except UnicodeEncodeError:
+            raise StorageError(
+                f"a file name has half of a character: {printable(path)!r} ({where})"
+            ) from None
     plain = all(_SEGMENT.fullmatch(s) and s != "." and ".." not in s.split("\\") for s in segments)
     if (
         not plain

@@ -12,11 +12,13 @@ class ObjectInfo(NamedTuple):
         crc64: CRC-64/NVME from the store, or from the object's metadata; None if unknown.
         is_marked: this tool wrote it. False if the store keeps no metadata.
         owner: id of the attempt that wrote it.
+        is_claimed: the CRC-64 is from the object's metadata, where its writer has put it.
     """
 
     crc64: int | None
     is_marked: bool
     owner: str
+    is_claimed: bool = False
 
 
 class SmallObject(NamedTuple):

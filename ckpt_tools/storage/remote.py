@@ -254,6 +254,8 @@ class RemoteStore:
         folders = []
         for entry in entries:
             name = posixpath.relpath(entry["name"].rstrip("/"), self._root)
+            if self._is_web and any(c in name for c in "?#"):
+                continue  # a link to sort the listing; no name of a file has these characters
             if entry["type"] == "directory":
                 folders.append(name)
             # Some stores list the prefix itself as an empty object. A web server's listing has no
@@ -485,11 +487,12 @@ class RemoteStore:
             return ObjectInfo(None, False, "")
         head = self.s3.head(f"{self.url}/{path}", self._full(path))
         notes, stored = head.get("Metadata", {}), stored_crc64(head)
-        claim = notes.get(CLAIM, "")
+        claim = notes.get(CLAIM, "") if stored is None and MARK in notes else ""
         return ObjectInfo(
-            int(claim, 16) if stored is None and claim else stored,
+            int(claim, 16) if claim else stored,
             MARK in notes,
             str(notes.get(OWNER, "")),
+            bool(claim),
         )
 
     def about_all(self, paths: Iterable[str]) -> dict[str, ObjectInfo]:
