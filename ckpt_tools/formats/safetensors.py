@@ -104,8 +104,8 @@ def read_readable(store: Store) -> tuple[Catalog, dict[str, CheckpointError], di
 def _shards_of(store: Store) -> tuple[list[str], dict[str, str]]:
     """Returns the data files, and the file of each tensor if there is an index."""
     files = store.list_files()
-    if given_file(store):
-        return list(files), {}
+    if name := given_file(store):
+        return [name], {}
     if INDEX not in files:
         return complete_set(data_files(files), store.url), {}
     weight_map = read_index(store, INDEX)

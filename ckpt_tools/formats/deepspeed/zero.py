@@ -203,7 +203,14 @@ def _by_rank(files: Mapping[str, int], pattern: re.Pattern[str]) -> dict[int, st
         FormatError: the model is also split by tensor parallelism.
         CatalogError: a file is missing.
     """
-    found = {int(m["dp"] or 0): name for name in files if (m := pattern.fullmatch(name))}
+    found: dict[int, str] = {}
+    for name in sorted(files):
+        match = pattern.fullmatch(name)
+        if match and (other := found.setdefault(int(match["dp"] or 0), name)) != name:
+            raise CatalogError(
+                f"two files of one rank: {printable(other)} and {printable(name)}",
+                hint="one of them is of another save: move it away",
+            )
     split = next((name for name in files if (m := pattern.fullmatch(name)) and int(m["mp"])), "")
     if split:
         hint = "DeepSpeed's ds_to_universal.py joins it; the result can be read here"
@@ -241,17 +248,22 @@ class _Builder:
             else []
         )
         self.groups = groups
-        if self.optims:
-            self._optimizer(groups)
-        else:  # only 16-bit weights
+        self._check_ranks()
+        frozen = shapes_of(first.get("frozen_param_shapes") or {})
+        if not self.optims:  # only 16-bit weights
             self._module("model", lambda _: True)
-        self._frozen(shapes_of(first.get("frozen_param_shapes") or {}))
-        self._module("model", lambda name: name in want(first, "buffer_names", list))
+            self._frozen({n: s for n, s in frozen.items() if f"model.{n}" not in self.tensors})
+        else:
+            self._optimizer(groups)
+            self._frozen(frozen)
+            self._module("model", lambda name: name in want(first, "buffer_names", list))
         if self.optims and self.stage <= 2:
             self._module(
                 "model",
                 lambda name: (
-                    not any(name in group for group in groups) and name not in self._shared()
+                    not any(name in group for group in groups)
+                    and name not in self._shared()
+                    and f"model.{name}" not in self.tensors
                 ),
             )
             self._module("bit16", lambda name: f"model.{name}" in self.tensors)
@@ -259,16 +271,36 @@ class _Builder:
         self._values(first)
 
     def add(self, path: Path, entry: TensorEntry) -> None:
-        """Adds a tensor under its path, unless the name is taken."""
+        """Adds a tensor under its path.
+
+        Raises:
+            Malformed: the name is taken.
+        """
         name = name_of(path)
-        if name not in self.tensors:
-            self.tensors[name] = TensorEntry(name, entry.dtype, entry.shape, entry.chunks)
-            self.paths[name] = path
+        if name in self.tensors:
+            raise Malformed(f"two tensors have one name: {name}")
+        self.tensors[name] = TensorEntry(name, entry.dtype, entry.shape, entry.chunks)
+        self.paths[name] = path
 
     def value(self, path: Path, value: object) -> None:
         """Adds a plain value under its path."""
         self.objects[name_of(path)] = self.made.value(name_of(path), value)
         self.paths[name_of(path)] = path
+
+    def _check_ranks(self) -> None:
+        """Refuses files of different saves.
+
+        Raises:
+            Malformed: the ranks' models have other shapes, or were saved after another step.
+        """
+        for key in ("param_shapes", "frozen_param_shapes"):
+            shapes = [str(_plain_shapes(model.root.get(key))) for model in self.models]
+            if len(set(shapes)) > 1:
+                raise Malformed(f"ranks disagree about {key}")
+        for key in ("global_steps", "global_samples"):
+            values = {str(model.root.get(key)) for model in self.models}
+            if len(values) > 1:
+                raise Malformed(f"ranks disagree about {key}: {', '.join(sorted(values))}")
 
     def _shared(self) -> dict[str, str]:
         return {
@@ -313,8 +345,15 @@ class _Builder:
 
     def _tie(self) -> None:
         """Adds tied parameters, with the chunks of the parameters that they share."""
-        for name, other in self._shared().items():
-            if f"model.{other}" in self.tensors:
+        shared = self._shared()
+        for name in shared:
+            other, seen = name, set[str]()
+            while other in shared and other not in seen:  # a tied parameter may be tied in turn
+                seen.add(other)
+                other = shared[other]
+            if f"model.{other}" not in self.tensors:
+                raise Malformed(f"{name} is tied to {other}, which is not there")
+            if f"model.{name}" not in self.tensors:
                 self.add(("model", name), self.tensors[f"model.{other}"])
 
     # ---- weights and moments ---------------------------------------------------------------------
@@ -337,6 +376,13 @@ class _Builder:
             raise CatalogError(
                 f"files of ranks are missing: expected {expected} *_optim_states.pt, got"
                 f" {len(self.optims)}"
+            )
+        if len({str(state.get("zero_stage")) for state in states}) > 1:
+            raise Malformed("files of different ZeRO stages")
+        if self.stage == 3 and len(self.models) != len(self.optims):
+            raise CatalogError(
+                f"files of ranks are missing: expected {len(self.optims)} *_model_states.pt, got"
+                f" {len(self.models)}"
             )
         self.extras["deepspeed"] = (
             f"{self.models[0].root.get('ds_version') or 'of unknown version'}, ZeRO stage"
@@ -384,7 +430,7 @@ class _Builder:
                             chunks += flat.chunks(rank, low, shape, low - at, high - at, name)
                     self._quantity(name, key, flat.dtype, shape, chunks)
                 at += numel + pad
-            self._options(number, base[0], list(shapes), own.get(number) or {})
+            self._options(number, base, list(shapes), number)
 
     def _stage3(
         self, states: Sequence[dict[str, Any]], groups: Sequence[dict[str, tuple[int, ...]]]
@@ -431,7 +477,7 @@ class _Builder:
                 at += share
         for number, shapes in enumerate(groups):
             first = want(base[0], "param_groups", list)[number].get("params") or [number]
-            self._options(number, base[0], list(shapes), own.get(first[0]) or {})
+            self._options(number, base, list(shapes), first[0])
 
     def _moments(
         self, base: Sequence[dict[str, Any]], group: Mapping[str, Any], number: int
@@ -449,11 +495,20 @@ class _Builder:
         self.add(path, TensorEntry(name, dtype, shape, tuple(chunks)))
 
     def _options(
-        self, number: int, base: Mapping[str, Any], names: list[str], state: Mapping[str, Any]
+        self, number: int, bases: Sequence[Mapping[str, Any]], names: list[str], state_key: Any
     ) -> None:
-        """Adds a group's options, and the step of each of its parameters."""
-        group = want(base, "param_groups", list)[number]
-        options = {k: v for k, v in group.items() if k != "params" and is_value(v)}
+        """Adds a group's options, and the step of each of its parameters.
+
+        Args:
+            number: of the group.
+            bases: the state of each rank's optimizer.
+            names: of the group's parameters.
+            state_key: of the state that has the group's step.
+
+        Raises:
+            Malformed: ranks have different options, or are at different steps.
+        """
+        options, state = self._of_all_ranks(bases, number, state_key)
         step = state.get("step", options.pop("step", None))
         if {"exp_avg", "exp_avg_sq"} <= state.keys():
             options = {**_TORCH_ADAMW, **options}
@@ -465,17 +520,34 @@ class _Builder:
         for name in names:
             path: Path = ("optimizer", "state", name, "step")
             if isinstance(step, TensorView):
-                self.add(
-                    path,
-                    TensorEntry(
-                        name,
-                        step.dtype,
-                        step.sizes,
-                        (Chunk(whole(step.sizes), self.optims[0].extent(step, name)),),
-                    ),
-                )
+                steps = [want(base, "state", dict)[state_key]["step"] for base in bases]
+                chunks = [  # replicas: whoever reads them compares them
+                    Chunk(whole(step.sizes), opened.extent(view, name))
+                    for view, opened in zip(steps, self.optims, strict=True)
+                ]
+                self.add(path, TensorEntry(name, step.dtype, step.sizes, tuple(chunks)))
             elif type(step) in (int, float):
                 self.add(path, self.made.scalar(name, float(step)))
+
+    def _of_all_ranks(
+        self, bases: Sequence[Mapping[str, Any]], number: int, state_key: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the options of a group and the state under a key, which all ranks have alike."""
+        groups = [want(base, "param_groups", list)[number] for base in bases]
+        every = [
+            {k: v for k, v in group.items() if k != "params" and is_value(v)} for group in groups
+        ]
+        states = [want(base, "state", dict).get(state_key) or {} for base in bases]
+        for name in every[0].keys() | {"step"}:
+            values = [
+                str(options.get(name, state.get("step") if name == "step" else None))
+                for options, state in zip(every, states, strict=True)
+                if not isinstance(state.get(name), TensorView)
+            ]
+            if len(set(values)) > 1:
+                shown = ", ".join(sorted(set(values))[:4])
+                raise Malformed(f"ranks disagree about {name} of group {number}: {shown}")
+        return every[0], states[0]
 
     def _values(self, root: Mapping[str, Any]) -> None:
         """Adds the other contents of the model's states: counters, a scheduler, client state."""
@@ -484,7 +556,10 @@ class _Builder:
             self.models[0].name,
             most_nodes(self.models[0].pickle_nbytes),
         ):
-            if isinstance(value, TensorView):
+            if name_of(path) in self.tensors:
+                self.others["value of a name that is taken"] += 1
+                self.others.foreign["client state", *path] = "its name is taken"
+            elif isinstance(value, TensorView):
                 self.add(
                     path,
                     TensorEntry(
@@ -500,6 +575,13 @@ class _Builder:
                 self.value(path, value)
             elif value:  # None and an empty dict carry no information
                 self.others[type(value).__name__] += 1
+
+
+def _plain_shapes(value: Any) -> Any:
+    """Returns the shapes of parameters, as they can be compared."""
+    if isinstance(value, list):
+        return [_plain_shapes(item) for item in value]
+    return list(shapes_of(value).items()) if isinstance(value, dict) else None
 
 
 def _flat(views: Sequence[Any], files: Sequence[OpenedFile], size: int) -> FlatVectors:

@@ -227,8 +227,13 @@ def _parts(files: Mapping[str, int]) -> dict[str, list[str]]:
     """Returns the files of each part (model, optim, …) by rank."""
     found: dict[str, dict[int, str]] = {}
     sizes: dict[str, set[int]] = {}
-    for name, match in _matches(files).items():
-        found.setdefault(match["part"], {})[int(match["rank"])] = name
+    for name, match in sorted(_matches(files).items()):
+        of_part = found.setdefault(match["part"], {})
+        if (other := of_part.setdefault(int(match["rank"]), name)) != name:
+            raise CatalogError(
+                f"two files of one rank: {printable(other)} and {printable(name)}",
+                hint="one of them is of another save: move it away",
+            )
         sizes.setdefault(match["part"], set()).update(
             [int(size)] if (size := match["size"] or match["of"]) else []
         )

@@ -256,7 +256,8 @@ def unfold_optimizer(
         (owner, starts), key = owners[int(path[-2])], path[-1]
         held = raw.pop(path)
         first = next(iter(held.values())).value
-        if not isinstance(first, TensorView):
+        if not isinstance(first, TensorView):  # such as a step that is a number
+            raw |= {(*root, "state", fqn, key): held for fqn in owner}
             continue
         at, chunks = 0, []
         for rank in sorted(held):
@@ -280,9 +281,9 @@ def unfold_optimizer(
                 vector = TensorEntry(fqn, first.dtype, (at,), tuple(chunks))
                 (result[name],) = unflatten(vector, {fqn: shape}, {fqn: starts[fqn]})
             else:
-                result[name] = TensorEntry(
-                    fqn, first.dtype, (), (Chunk(Box((), ()), chunks[0].extent),)
-                )
+                # replicas: whoever reads them compares them
+                scalars = tuple(Chunk(Box((), ()), chunk.extent) for chunk in chunks)
+                result[name] = TensorEntry(fqn, first.dtype, (), scalars)
     names = [list(owner) for owner, _ in owners]
     for path in lists:
         raw[path] = {

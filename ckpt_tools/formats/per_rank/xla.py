@@ -69,6 +69,7 @@ def unfold_xla_shards(raw: Raw, num_ranks: int, others: Counter[str]) -> dict[Pa
             f" {num_ranks}"
         )
     values = {path: held[min(held)].value for path, held in told.items()}
+    _check_alike(told, values)
     result: dict[Path, TensorEntry] = {}
     cuts: list[Cut] = []
     model = ("model",)
@@ -84,9 +85,23 @@ def unfold_xla_shards(raw: Raw, num_ranks: int, others: Counter[str]) -> dict[Pa
             if (*model, tensor.fqn) in result:
                 raise FormatError(f"two parameters have one name: {printable(tensor.fqn)!r}")
             result[*model, tensor.fqn] = tensor
+    if both := [path for path in result if path in raw]:
+        raise FormatError(
+            f"a parameter and a buffer have one name: {printable('.'.join(map(str, both[0])))!r}"
+        )
     for optimizer in optimizers(raw, model):
         result |= unfold_optimizer(raw, optimizer, cuts, False, others)
     return result
+
+
+def _check_alike(told: Raw, values: Mapping[Path, Any]) -> None:
+    """Refuses shards whose ranks tell different shapes or names."""
+    for path, held in told.items():
+        is_alike = all(item.value == values[path] for item in held.values())
+        if path[0] in ("shard_info", "flatten_info") and not is_alike:
+            raise FormatError(
+                f"ranks disagree about a shard: {printable('.'.join(map(str, path)))!r}"
+            )
 
 
 def _clean(name: str) -> str:
