@@ -98,8 +98,13 @@ def read_catalog(store: Store) -> Catalog:
     for _ in range(num_values):
         key = header.text()
         value = header.value(header.number("<I"))
-        if key in _SHOWN or key in _NEEDED:  # a vocabulary may have megabytes
-            values[key] = value
+        if key not in _SHOWN + _NEEDED:  # a vocabulary may have megabytes
+            continue
+        if values.setdefault(key, value) != value:
+            raise FormatError(
+                f"two values of one key: {printable(key)} is {printable(values[key])} and"
+                f" {printable(value)} ({printable(name)})"
+            )
     if values.get("split.count", "1") not in ("0", "1"):
         hint = "join them with llama-gguf-split --merge"
         raise FormatError(
@@ -143,19 +148,27 @@ def _tensors(
             hint="take the F32, F16 or BF16 file of the model",
         )
     tensors: dict[str, TensorEntry] = {}
-    for fqn, shape, kind, start in found:
-        dtype, box = BY_NAME[_TYPES[kind]], whole(shape)
-        extent = Extent(name, begin + start, box.numel * dtype.itemsize)
+    stop = 0
+    for fqn, shape, kind, start in sorted(found, key=lambda item: item[3]):
         if fqn in tensors:
             raise FormatError(f"two tensors have one name: {printable(fqn)!r} ({printable(name)})")
+        if start % alignment or start < stop:
+            raise FormatError(
+                f"a tensor begins at byte {start} of the values: expected a multiple of"
+                f" {alignment}, after the tensor before it, which ends at {stop}"
+                f" ({printable(fqn)!r} in {printable(name)})"
+            )
+        dtype, box = BY_NAME[_TYPES[kind]], whole(shape)
+        extent = Extent(name, begin + start, box.numel * dtype.itemsize)
         if extent.start + extent.nbytes > size:
             where = f"{printable(fqn)!r} in {printable(name)}"
             raise FormatError(
                 f"a tensor runs past its file: {extent.start + extent.nbytes} of {size} bytes"
                 f" ({where})"
             )
+        stop = start + extent.nbytes
         tensors[fqn] = TensorEntry(fqn, dtype, shape, (Chunk(box, extent),))
-    return tensors
+    return {fqn: tensors[fqn] for fqn, *_ in found}
 
 
 class _Header:

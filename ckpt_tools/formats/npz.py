@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate, pairwise
 from operator import mul
 
 from ckpt_tools.core.box import row_major_strides, whole
@@ -68,7 +68,23 @@ def read_catalog(store: Store) -> Catalog:
         if fqn in tensors:
             raise FormatError(f"two arrays have one name: {printable(fqn)!r} ({printable(name)})")
         tensors[fqn] = _read_array(store, Extent(name, 0, size), entry, fqn)
+    _check_apart(tensors.values(), name)
     return Catalog(NAME, tensors, file_sizes={name: size}, archives=(Extent(name, 0, size, ZIP),))
+
+
+def _check_apart(tensors: Iterable[TensorEntry], name: str) -> None:
+    """Refuses arrays that share bytes: a small file could stand for terabytes.
+
+    Raises:
+        FormatError: two arrays overlap.
+    """
+    extents = sorted((t.chunks[0].extent[1], t.chunks[0].extent[2], t.fqn) for t in tensors)
+    for (start, nbytes, one), (begin, more, other) in pairwise(extents):
+        if nbytes and more and start + nbytes > begin:
+            raise FormatError(
+                f"two arrays share bytes: {printable(one)!r} and {printable(other)!r}"
+                f" ({printable(name)})"
+            )
 
 
 def _records(store: Store, name: str, size: int) -> Iterator[DirectoryEntry]:

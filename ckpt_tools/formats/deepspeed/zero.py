@@ -360,14 +360,10 @@ class _Builder:
 
     def _optimizer(self, groups: Sequence[dict[str, tuple[int, ...]]]) -> None:
         states = [want(opened.root, "optimizer_state_dict", dict) for opened in self.optims]
-        stage = states[0].get("zero_stage")
-        self.stage = (
-            stage
-            if type(stage) is int
-            else stage.arguments[0]
-            if hasattr(stage, "arguments")
-            else -1
-        )
+        stages = {_stage_of(state) for state in states}
+        if len(stages) > 1:
+            raise Malformed("files of different ZeRO stages")
+        (self.stage,) = stages
         count = states[0].get("partition_count")
         expected = max(count) if isinstance(count, list) else count
         if self.stage not in (1, 2, 3):
@@ -377,8 +373,6 @@ class _Builder:
                 f"files of ranks are missing: expected {expected} *_optim_states.pt, got"
                 f" {len(self.optims)}"
             )
-        if len({str(state.get("zero_stage")) for state in states}) > 1:
-            raise Malformed("files of different ZeRO stages")
         if self.stage == 3 and len(self.models) != len(self.optims):
             raise CatalogError(
                 f"files of ranks are missing: expected {len(self.optims)} *_model_states.pt, got"
@@ -575,6 +569,14 @@ class _Builder:
                 self.value(path, value)
             elif value:  # None and an empty dict carry no information
                 self.others[type(value).__name__] += 1
+
+
+def _stage_of(state: Mapping[str, Any]) -> Any:
+    """Returns the ZeRO stage of a rank's optimizer; -1 if it is not known."""
+    stage = state.get("zero_stage")
+    if type(stage) is int:
+        return stage
+    return stage.arguments[0] if hasattr(stage, "arguments") else -1
 
 
 def _plain_shapes(value: Any) -> Any:
