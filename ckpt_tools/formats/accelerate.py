@@ -183,11 +183,12 @@ def _read(
     for name, path, value in _values(store, files, parts.unknown):
         fqn = name_of(path)
         parts.read.add(name)
-        if fqn not in parts.tables["tensors"]:
-            parts.tables["objects"][fqn], parts.tables["paths"][fqn] = (
-                parts.made.value(fqn, value),
-                path,
-            )
+        if fqn in parts.tables["tensors"] or fqn in parts.tables["objects"]:
+            parts.unknown["value of a name that is taken"] += 1
+            parts.unknown.foreign[(name, *path)] = "its name is taken"
+            continue
+        parts.tables["objects"][fqn] = parts.made.value(fqn, value)
+        parts.tables["paths"][fqn] = path
     tops = {name.partition("/")[0] for name in (*files, *store.folders())}
     beside = tuple(
         sorted(
@@ -258,6 +259,7 @@ def _values(
             for path, value, extents in found:
                 if extents:
                     unknown[f"a tensor in {name}"] += 1
+                    unknown.foreign[(name, *path)] = "a tensor"
                 else:
                     yield name, (match["key"], *path), value
             continue

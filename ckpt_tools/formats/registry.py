@@ -259,8 +259,8 @@ def _refuse_strays(store: Store) -> None:
     for name, target in store.strays().items():
         if is_ours(name) or suffix_of(name):
             raise StorageError(
-                f"a file is a link that leads out of the checkpoint, or nowhere: {printable(name)}"
-                f" -> {printable(target)} ({printable(store.url)})",
+                "a file is no regular file, or a link that leads out of the checkpoint or nowhere:"
+                f" {printable(name)} -> {printable(target)} ({printable(store.url)})",
                 hint="put the file itself in its place",
             )
 

@@ -309,7 +309,7 @@ class _Work:
         )
         if links:
             names = printable(", ".join(links[:5]))
-            notes.append(f"links that lead out of the checkpoint stay behind: {names}")
+            notes.append(f"links that lead out, and what is no regular file, stay behind: {names}")
         return notes
 
     def name(self, file: str) -> str:

@@ -207,11 +207,9 @@ class Verification:
         if manifest is None or manifest.index is None:
             return []
         known = {*manifest.files, manifest.index[0]}
-        return [
-            name
-            for name in self.store.list_files(below=True)
-            if name not in known and not is_ours(name) and name != PIN
-        ]
+        files = self.store.list_files(below=True)
+        regular = [n for n in files if n not in known and not is_ours(n) and n != PIN]
+        return [*regular, *self.store.strays()]
 
     def _ask(self, files: Iterable[str]) -> dict[str, int]:
         """Returns the checksums that an object store keeps; nothing for a disk."""

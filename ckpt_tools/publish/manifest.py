@@ -417,9 +417,21 @@ def _check_headers(manifest: Manifest, catalog: Catalog) -> None:
 
 
 def of_store(store: Store) -> Manifest | None:
-    """Returns the manifest of a detected checkpoint; None if there is none."""
-    folder, name = folder_of(store)
-    return find_manifest(folder, name or only_file(folder))
+    """Returns the manifest of a detected checkpoint; None if there is none.
+
+    Raises:
+        IntegrityError: the manifest beside a file is of another file.
+    """
+    folder, given = folder_of(store)
+    name = given or only_file(folder)
+    manifest = find_manifest(folder, name)
+    if manifest is not None and name and name not in manifest.files:
+        raise IntegrityError(
+            f"the manifest beside a file is of another file: expected {printable(name)!r}, got"
+            f" {printable(', '.join(list(manifest.files)[:3]))!r} ({printable(folder.url)})",
+            hint="give the file its name back, or remove the manifest to read it without",
+        )
+    return manifest
 
 
 def only_file(folder: Store) -> str:

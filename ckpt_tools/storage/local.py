@@ -159,12 +159,12 @@ class LocalStore:
 
     def strays(self) -> Mapping[str, str]:
         try:
-            links = [
-                e
-                for e in os.scandir(self.root)
-                if e.is_symlink() and not (e.is_dir() or (e.is_file() and self._is_inside(e.path)))
-            ]
-            return {e.name: os.readlink(e.path) for e in sorted(links, key=lambda e: e.name)}
+            found = sorted(os.scandir(self.root), key=lambda e: e.name)
+            return {
+                e.name: os.readlink(e.path) if e.is_symlink() else "no regular file"
+                for e in found
+                if not (e.is_dir() or (e.is_file() and self._is_inside(e.path)))
+            }
         except OSError as error:
             raise failed("list a directory", self.root, error) from error
 

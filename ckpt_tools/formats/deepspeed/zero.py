@@ -203,6 +203,13 @@ def _by_rank(files: Mapping[str, int], pattern: re.Pattern[str]) -> dict[int, st
         FormatError: the model is also split by tensor parallelism.
         CatalogError: a file is missing.
     """
+    split = next((name for name in files if (m := pattern.fullmatch(name)) and int(m["mp"])), "")
+    if split:
+        hint = "DeepSpeed's ds_to_universal.py joins it; the result can be read here"
+        raise FormatError(
+            f"a model that is split by tensor parallelism is not read: {printable(split)}",
+            hint=hint,
+        )
     found: dict[int, str] = {}
     for name in sorted(files):
         match = pattern.fullmatch(name)
@@ -211,13 +218,6 @@ def _by_rank(files: Mapping[str, int], pattern: re.Pattern[str]) -> dict[int, st
                 f"two files of one rank: {printable(other)} and {printable(name)}",
                 hint="one of them is of another save: move it away",
             )
-    split = next((name for name in files if (m := pattern.fullmatch(name)) and int(m["mp"])), "")
-    if split:
-        hint = "DeepSpeed's ds_to_universal.py joins it; the result can be read here"
-        raise FormatError(
-            f"a model that is split by tensor parallelism is not read: {printable(split)}",
-            hint=hint,
-        )
     missing = [rank for rank in range(max(found, default=-1) + 1) if rank not in found]
     if missing:
         raise CatalogError(
@@ -576,7 +576,7 @@ def _stage_of(state: Mapping[str, Any]) -> Any:
     stage = state.get("zero_stage")
     if type(stage) is int:
         return stage
-    return stage.arguments[0] if hasattr(stage, "arguments") else -1
+    return getattr(stage, "arguments", (-1,))[0]
 
 
 def _plain_shapes(value: Any) -> Any:

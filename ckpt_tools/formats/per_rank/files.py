@@ -240,7 +240,14 @@ def _parts(files: Mapping[str, int]) -> dict[str, list[str]]:
     for part, names in found.items():
         world_size = max([*sizes[part], max(names) + 1])
         missing = [rank for rank in range(world_size) if rank not in names]
-        if missing or len(sizes[part]) > 1:
+        if len(sizes[part]) > 1:
+            shown = ", ".join(map(str, sorted(sizes[part])))
+            raise CatalogError(
+                f"files of jobs with different numbers of ranks: {shown}"
+                f" ({printable(part) or 'rank_N'})",
+                hint="keep the files of one save",
+            )
+        if missing:
             raise CatalogError(
                 f"files of ranks are missing: {', '.join(map(str, missing[:10]))} of {world_size}"
                 f" ({printable(part) or 'rank_N'})",

@@ -112,11 +112,28 @@ def _read_lora(
                 f"a LoRA matrix of rank 0, or a name of more than {_MAX_MODULE_CHARS} characters:"
                 f" {printable(module)!r} ({printable(source.path)})"
             )
+        _check_rank(config, module, len(pair["A"]), source.path)
         scale = _scale(config, module, len(pair["A"]))
         result[name] = _alter(
             catalog.tensors[name], pair["A"], pair["B"], scale, layout.is_transposed(module[cut:])
         )
     return result, layout.notes
+
+
+def _check_rank(config: Mapping[str, Any], module: str, rank: int, where: str) -> None:
+    """Refuses matrices of another rank than the config says: alpha is divided by the rank."""
+    patterns = config.get("rank_pattern") or {}
+    expected = next(
+        (r for p, r in patterns.items() if re.fullmatch(rf"(.*\.)?({p})", module)),
+        config.get("r"),
+    )
+    if expected is not None and expected != rank:
+        raise PlanError(
+            f"matrices of another rank than adapter_config.json says: expected r ="
+            f" {printable(str(expected))},"
+            f" got {rank} ({printable(module)!r} in {printable(where)})",
+            hint="take the config that was saved with these matrices",
+        )
 
 
 def _weight_of(module: str, catalog: Catalog) -> str:
