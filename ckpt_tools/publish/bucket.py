@@ -421,6 +421,7 @@ class RemoteAttempt:
                     for name in self._others
                     if name in self._removable
                     and name not in self._expected
+                    and name not in self.store.written
                     and name not in kept
                     and attempt_of(name) != self.attempt[:8]
                 ]

@@ -470,27 +470,33 @@ def publish_directory(staged: StagingDirectory, overwrite: bool, find_foreign: F
     _set_mode(staged)
     for folder, _, _ in os.walk(staged.path, topdown=False):
         sync_directory(Path(folder))
-    if not _is_at(staged.lock, staged.path):
-        raise _exchanged(staged.path)
-    if overwrite and os.path.lexists(staged.target):
-        _refuse_foreign(staged.target, staged.target, find_foreign)
-        if exchange(staged.path, staged.target):  # the staging name now holds the old one
+    with _one_at_a_time(staged.target.parent):
+        if not _is_at(staged.lock, staged.path):
+            raise _exchanged(staged.path)
+        if overwrite and os.path.lexists(staged.target):
+            _replace_directory(staged, find_foreign)
+        else:
+            publish_name(staged.path, staged.target)
             try:
-                _refuse_foreign(staged.path, staged.target, find_foreign)
                 _check_published(staged)
             except BaseException:
-                exchange(staged.path, staged.target)
+                publish_name(staged.target, staged.path)
                 raise
-        else:
-            _replace_by_turns(staged, find_foreign)
-    else:
-        publish_name(staged.path, staged.target)
-        try:
-            _check_published(staged)
-        except BaseException:
-            publish_name(staged.target, staged.path)
-            raise
     _confirm(staged.target)
+
+
+def _replace_directory(staged: StagingDirectory, find_foreign: FindForeign) -> None:
+    """Exchanges a staging directory with the result at its target."""
+    _refuse_foreign(staged.target, staged.target, find_foreign)
+    if not exchange(staged.path, staged.target):
+        _replace_by_turns(staged, find_foreign)
+        return
+    try:  # the staging name now holds the old one
+        _refuse_foreign(staged.path, staged.target, find_foreign)
+        _check_published(staged)
+    except BaseException:
+        exchange(staged.path, staged.target)
+        raise
 
 
 def _check_published(staged: StagingDirectory) -> None:
@@ -572,6 +578,7 @@ def publish_file(
         replaced = os.lstat(target) if overwrite and os.path.lexists(target) else None
         if replaced:
             _refuse_foreign(target, target, find_foreign)
+        own = os.lstat(staged.path / name)
         try:
             os.rename(manifest, target.parent / manifest, src_dir_fd=staged.lock)
             sync_directory(target.parent)
@@ -580,8 +587,9 @@ def publish_file(
             else:
                 publish_name(staged.path / name, target)
         except BaseException:
-            if (staged.path / name).exists():
-                (target.parent / manifest).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.lstat(staged.path / name), own):  # it was not published
+                    (target.parent / manifest).unlink(missing_ok=True)
             raise
         _confirm(target)
         for old in target.parent.iterdir():
@@ -607,6 +615,7 @@ def _replace_file(staged: StagingDirectory, name: str, replaced: os.stat_result)
             hint="look at its result, and start again if you still want to replace it",
         )
     else:
+        sync_directory(staged.path)  # both directories have changed
         new.unlink()
 
 

@@ -23,7 +23,7 @@ from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import damage, find_latest, list_steps
 from tests.faults.fleet import Fleet, inject
 
-CALLS = ("mkdir", "pwrite64", "fsync", "chmod", "renameat2", "rename", "unlink", "unlinkat")
+CALLS = ("mkdir", "pwrite64", "fsync", "fchmod", "renameat2", "rename", "unlink", "unlinkat")
 
 
 def go_back(root: Path, tell: Callable[[str], None], go: Path) -> None:

@@ -365,7 +365,7 @@ def test_a_fault_at_every_call_that_changes_the_disk(verb: str, fault: str, tmp_
     )
     hits = {
         call: fault_every(call, fault, verb, tmp_path)
-        for call in ("fsync", "renameat2", "rename", "chmod", "pwrite64", "ftruncate")
+        for call in ("fsync", "renameat2", "rename", "fchmod", "pwrite64", "ftruncate")
     }
     few = {"fsync": 4, "pwrite64": 2, "ftruncate": 1, "renameat2": 1}
     assert all(hits[call] >= count for call, count in few.items()), hits
