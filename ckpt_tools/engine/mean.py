@@ -5,6 +5,7 @@ An operation that reads it works as with any checkpoint, in the same constant me
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from ckpt_tools.ranks.base import Group
 from ckpt_tools.storage import Store, Writer
 from ckpt_tools.storage.base import Capabilities, Traffic
 
-_PIECE_NUMEL = 1 << 17  # its sums, and what is read of one part, stay in a processor's cache
+_PIECE_NUMEL = 1 << 17  # its sums, and what is read of one checkpoint, stay in a processor's cache
 _BLOCK_NUMEL = 1 << 15
 Doubles = npt.NDArray[np.float64]
 
@@ -64,7 +65,7 @@ class MeanNotes:
 
     Attributes:
         overflowed: number of finite values that became infinite.
-        differing: boxes of integers that differ between parts.
+        differing: boxes of integers that differ between the checkpoints.
     """
 
     overflowed: dict[tuple[str, Box], int] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class MeanNotes:
 class MeanStore:
     """The mean of several checkpoints. The file of a tensor has its name.
 
-    Tensors that are not floating-point numbers must be equal in all parts, or come from the last.
+    Tensors that are not floating-point numbers must be equal in all terms, or come from the last.
     """
 
     url = "the mean"
@@ -89,7 +90,7 @@ class MeanStore:
 
     def __init__(
         self,
-        parts: Sequence[MeanTerm],
+        terms: Sequence[MeanTerm],
         divisor: float,
         shapes: Mapping[str, tuple[int, ...]],
         dtypes: Mapping[str, DType],
@@ -97,15 +98,15 @@ class MeanStore:
         """Takes the checkpoints, oldest first.
 
         Args:
-            parts: the checkpoints.
+            terms: the checkpoints.
             divisor: of their weighted sum.
             shapes, dtypes: of each tensor of the mean.
         """
-        self._parts, self._divisor = parts, divisor
+        self._terms, self._divisor = terms, divisor
         self._shapes, self._dtypes = shapes, dtypes
         self.notes = MeanNotes()
         self._own = threading.local()  # each thread has its own readers and buffers
-        kinds = [part.store.capabilities for part in parts]
+        kinds = [term.store.capabilities for term in terms]
         self.capabilities = Capabilities(
             can_write_anywhere=False,
             fetches_ahead=any(kind.fetches_ahead for kind in kinds),
@@ -141,9 +142,9 @@ class MeanStore:
 
     def version(self, path: str) -> str:
         return " ".join(
-            part.store.version(file)
-            for part in self._parts
-            for file in sorted({chunk.extent.file for chunk in part.tensors[path].chunks})
+            term.store.version(file)
+            for term in self._terms
+            for file in sorted({chunk.extent.file for chunk in term.tensors[path].chunks})
         )
 
     def view(self, path: str, start: int, nbytes: int) -> None:
@@ -153,22 +154,22 @@ class MeanStore:
         raise StorageError(f"a mean cannot be written to: {printable(path)} ({nbytes} bytes)")
 
     def close(self) -> None:
-        for part in self._parts:
-            part.store.close()
-            part.fingerprints = Fingerprints()  # a second try reads everything again
+        for term in self._terms:
+            term.store.close()
+            term.fingerprints = Fingerprints()  # a second try reads everything again
 
     # ---- reading ---------------------------------------------------------------------------------
 
     def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
         wanted = list(ranges) if self.capabilities.fetches_ahead else []
-        for part in self._parts:
+        for term in self._terms:
             reads = (
                 (read.file, read.start, read.nbytes)
                 for path, start, nbytes in wanted
                 for box in self._boxes(path, start, nbytes)
-                for read in Sources(part.tensors[path], part.located).reads(box)
+                for read in Sources(term.tensors[path], term.located).reads(box)
             )
-            part.store.will_read(reads, is_all)
+            term.store.will_read(reads, is_all)
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         into, itemsize = np.frombuffer(buffer, np.uint8), self._dtypes[path].itemsize
@@ -184,7 +185,7 @@ class MeanStore:
         if start % itemsize or nbytes % itemsize:
             raise StorageError(f"a range of {printable(path)} cuts an element: {start}, {nbytes}")
         boxes = flat_range_boxes(self._shapes[path], first, stop)
-        return [part for box in boxes for part in bands(box, _PIECE_NUMEL)]
+        return [piece for box in boxes for piece in bands(box, _PIECE_NUMEL)]
 
     def _compute(self, path: str, box: Box, into: Bytes) -> None:
         """Fills a buffer with the mean of the elements of a box."""
@@ -198,10 +199,11 @@ class MeanStore:
     def _sum(self, path: str, box: Box, into: Bytes) -> None:
         dtype = self._dtypes[path]
         total = self._room("total", box.numel * 8).view(np.float64)
-        total[:] = 0.0
-        for number, part in enumerate(self._parts):
-            add_scaled(total, *self._read(number, path, box), part.weight)
-        if self._divisor != 1.0:
+        for number, term in enumerate(self._terms):
+            add_scaled(total, *self._read(number, path, box), term.weight, is_first=number == 0)
+        if math.frexp(self._divisor)[0] == 0.5:  # a power of two: its inverse is exact, and faster
+            total *= 1.0 / self._divisor
+        else:
             total /= self._divisor
         if not np.isfinite(total.sum()):
             self._check_finite(path, box, total)
@@ -211,32 +213,32 @@ class MeanStore:
             self.notes.overflowed[path, box] = overflowed
 
     def _take_last(self, path: str, box: Box, into: Bytes) -> None:
-        """Takes the last part's elements, and notes whether another part has other ones."""
-        data, _ = self._read(len(self._parts) - 1, path, box)
+        """Takes the last term's elements, and notes whether another term has other ones."""
+        data, _ = self._read(len(self._terms) - 1, path, box)
         into[:] = data
         self.notes.differing.discard((path, box))
-        for number in range(len(self._parts) - 1):
+        for number in range(len(self._terms) - 1):
             if not np.array_equal(self._read(number, path, box)[0], into):
                 self.notes.differing.add((path, box))
 
     def _read(self, number: int, path: str, box: Box) -> tuple[Bytes, DType]:
-        """Returns a part's elements of a box, until the next call in this thread."""
-        part = self._parts[number]
-        tensor, reader = part.tensors[path], self._reader(number)
+        """Returns a term's elements of a box, until the next call in this thread."""
+        term = self._terms[number]
+        tensor, reader = term.tensors[path], self._reader(number)
         tile = Tile(tensor, box, self._sources(number, tensor).reads(box), ())
         check_filled(tile)
         data = self._room("raw", tile.src_nbytes)
         reader.fill([(tile, data)])
         noted = Fingerprints()
         noted.add(tile, crc64nvme(data.data), data)
-        with part.lock:
-            part.fingerprints.absorb(noted.noted)
+        with term.lock:
+            term.fingerprints.absorb(noted.noted)
         return data, tensor.src_dtype
 
     def _reader(self, number: int) -> Reader:
         readers = self._own.__dict__.setdefault("readers", {})
         if number not in readers:
-            readers[number] = Reader(self._parts[number].store, self._parts[number].watch)
+            readers[number] = Reader(self._terms[number].store, self._terms[number].watch)
         found: Reader = readers[number]
         return found
 
@@ -244,7 +246,7 @@ class MeanStore:
         """Returns the chunks of a tensor; each thread keeps those of its present one."""
         kept = self._own.__dict__.setdefault("sources", {})
         if number not in kept or kept[number][0] is not tensor:
-            kept[number] = tensor, Sources(tensor, self._parts[number].located)
+            kept[number] = tensor, Sources(tensor, self._terms[number].located)
         found: Sources = kept[number][1]
         return found
 
@@ -259,22 +261,22 @@ class MeanStore:
         """Refuses NaN: no mean of such checkpoints is of use. Infinite masks may stay.
 
         Raises:
-            PlanError: it names the first part that is not finite.
+            PlanError: it names the first term that is not finite.
         """
         if not np.isnan(total).any():
             return
-        for number, part in enumerate(self._parts):
+        for number, term in enumerate(self._terms):
             values = to_float64(*self._read(number, path, box))
             if not np.isfinite(values).all():
                 raise PlanError(
-                    f"no mean: {printable(path)!r} has NaN or infinity in {printable(part.name)}",
+                    f"no mean: {printable(path)!r} has NaN or infinity in {printable(term.name)}",
                     hint="leave this checkpoint out; ckpt stats shows its values",
                 )
 
     def share(self, group: Group) -> None:
         """Merges what all ranks of a group have noted."""
-        for part in self._parts:
-            part.fingerprints.share(group)
+        for term in self._terms:
+            term.fingerprints.share(group)
         found: list[MeanNotes] = group.all_gather(self.notes, "gather notes")
         self.notes = MeanNotes()
         for notes in found:
@@ -282,16 +284,22 @@ class MeanStore:
             self.notes.overflowed |= notes.overflowed
 
 
-def add_scaled(total: Doubles, data: Bytes, dtype: DType, weight: float) -> None:
-    """Adds values times a weight to a sum, in float64."""
+def add_scaled(
+    total: Doubles, data: Bytes, dtype: DType, weight: float, is_first: bool = False
+) -> None:
+    """Adds values times a weight to a sum, in float64. If `is_first`, the sum was undefined."""
     for start in range(0, len(total), _BLOCK_NUMEL):
         block = data[start * dtype.itemsize : (start + _BLOCK_NUMEL) * dtype.itemsize]
+        into = total[start : start + _BLOCK_NUMEL]
         if weight == 1.0 and dtype.name == "float32":
-            total[start : start + _BLOCK_NUMEL] += block.view(np.float32)  # numpy converts them
-            continue
-        values = to_float64(block, dtype)
-        values *= weight
-        total[start : start + _BLOCK_NUMEL] += values
+            values: npt.NDArray[Any] = block.view(np.float32)  # numpy converts them
+        else:
+            values = to_float64(block, dtype)
+            values *= weight
+        if is_first:
+            np.add(values, 0.0, into)  # as a sum from 0: -0.0 becomes 0.0
+        else:
+            into += values
 
 
 def round_once(values: Doubles, dtype: DType, into: Bytes) -> int:

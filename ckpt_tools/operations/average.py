@@ -287,7 +287,7 @@ class _Mean:
         views, self._stripped = _models_of(opened, how)
         _refuse_misfits(opened, views)
         check_kept(how.get("keep_dtype", ()), how.get("dtype"), list(views[-1].tensors))
-        self._parts = [_part(*found) for found in zip(opened, views, sealed, strict=True)]
+        self._terms = [_term(*found) for found in zip(opened, views, sealed, strict=True)]
         newest, is_kept = views[-1], matcher(how.get("keep_dtype", ()))
         self._dtypes = {
             fqn: target_dtype(entry, how.get("dtype"), is_kept)
@@ -299,9 +299,9 @@ class _Mean:
             if any(view.tensors[fqn].dtype is not entry.dtype for view in views)
         ]
         shapes = {fqn: entry.shape for fqn, entry in newest.tensors.items()}
-        parts = [_mean_part(part, f) for part, f in zip(self._parts, weights, strict=True)]
-        self._store = MeanStore(parts, divisor, shapes, self._dtypes)
-        self._computed = parts
+        terms = [_mean_term(term, f) for term, f in zip(self._terms, weights, strict=True)]
+        self._store = MeanStore(terms, divisor, shapes, self._dtypes)
+        self._computed = terms
         self.source = replace(
             opened[-1],
             store=self._store,
@@ -321,8 +321,8 @@ class _Mean:
         for computed in self._computed:
             computed.watch.prove({})
         self._store.share(group)
-        for part, computed in zip(self._parts, self._computed, strict=True):
-            prove_fingerprints(part.source, part.prints, computed.fingerprints.join())
+        for term, computed in zip(self._terms, self._computed, strict=True):
+            prove_fingerprints(term.source, term.prints, computed.fingerprints.join())
 
     def notes(self) -> list[str]:
         """Returns remarks on names, types and values."""
@@ -423,19 +423,19 @@ def _refuse_misfits(opened: Sequence[Source], views: Sequence[Catalog]) -> None:
         )
 
 
-def _part(source: Source, view: Catalog, sealed: Manifest | None) -> _Term:
+def _term(source: Source, view: Catalog, sealed: Manifest | None) -> _Term:
     plan = plan_values(view.tensors.values())
     return _Term(source, view, plan, sealed_prints(sealed, source, view, plan))
 
 
-def _mean_part(part: _Term, weight: float) -> MeanTerm:
-    source, tensors = part.source, list(part.view.tensors.values())
+def _mean_term(term: _Term, weight: float) -> MeanTerm:
+    source, tensors = term.source, list(term.view.tensors.values())
     located = source.format.locate(source.store, tensors)
-    unsealed = plan_values(t for t in tensors if t.fqn not in part.prints)
+    unsealed = plan_values(t for t in tensors if t.fqn not in term.prints)
     return MeanTerm(
         redacted(source.path),
         source.store,
-        {tensor.fqn: tensor for tensor in part.plan.tensors},
+        {tensor.fqn: tensor for tensor in term.plan.tensors},
         located,
         weight,
         CrcWatch(read_whole(unsealed, located)),
