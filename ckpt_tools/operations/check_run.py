@@ -28,7 +28,7 @@ class RunProblem(NamedTuple):
 
     Attributes:
         step: the number of the step.
-        kind: incomplete, unsealed, damaged, missing, not finite, unchanged, or jump.
+        kind: incomplete, unsealed, twice, damaged, missing, not finite, unchanged, or jump.
         text: the problem, for people.
     """
 
@@ -89,6 +89,9 @@ def _of_step(step: Step, verify: bool) -> Iterator[RunProblem]:
     if step.manifest is None:
         yield RunProblem(step.number, "unsealed", "it has no manifest; ckpt seal adds one")
         return
+    if step.twin:
+        text = f"{printable(step.name)} and {printable(step.twin)} have one number: neither counts"
+        yield RunProblem(step.number, "twice", text)
     for fqn in step.manifest.not_finite:
         found = step.manifest.tensors[fqn].statistics
         assert found is not None

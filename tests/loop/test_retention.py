@@ -391,6 +391,8 @@ def test_copies_of_a_step_do_not_count_for_others(run: Path, tmp_path: Path) -> 
     assert "has the same number" in result.kept[str(run / "step-00000030")]
     assert {str(run / n) for n in ("step_30", "step-030", "checkpoint-30")} <= result.kept.keys()
     assert not ckpt_tools.thin(run, 2).thinned
+    assert "not counted: " in run_ckpt("ls", run).stdout
+    assert {p.kind for p in ckpt_tools.check_run(run) if p.step == 30} == {"twice"}
     assert Path(str(ckpt_tools.latest(run).path)).name == "step-00000030"
     state = {"w": torch.zeros(100), "b": torch.zeros(3, 2), "note": ""}
     with CheckpointManager(run, keep_last=3) as checkpoints:
