@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Unpack
 
 from ckpt_tools.core.catalog import Extent
@@ -76,6 +77,20 @@ class CopyResult:
     is_dry_run: bool = False
 
 
+class There(Enum):
+    """What a destination holds before a copy.
+
+    ALIKE are files of the same sizes, without a manifest. UNFINISHED are files of an attempt or a
+    copy that was not committed.
+    """
+
+    NOTHING = auto()
+    SAME = auto()
+    ALIKE = auto()
+    UNFINISHED = auto()
+    ANOTHER = auto()
+
+
 @checked(Options)
 def copy(
     src: Path_,
@@ -115,11 +130,11 @@ def copy(
         check_apart(source.path, target.url)
         _check_suffix(source, target.url)
         work = _Work(source, target, options, group)
-        there = work.look_at() if target.exists() else "nothing"
-    if there == "alike":
-        there = "all" if work.is_same_there() else "another"
-    check_agreement(group, (sorted(work.files.items()), there))
-    if there == "all":
+        there = work.look_at() if target.exists() else There.NOTHING
+    if there is There.ALIKE:
+        there = There.SAME if work.is_same_there() else There.ANOTHER
+    check_agreement(group, (sorted(work.files.items()), there.name))
+    if there is There.SAME:
         kept, note = sum(work.files.values()), "it is there already"
         return CopyResult(
             redacted(source.path),
@@ -131,7 +146,7 @@ def copy(
             (note,),
             time.monotonic() - began,
         )
-    if there == "another":
+    if there is There.ANOTHER:
         raise StorageError(
             f"the destination exists: {printable(target.url)}",
             hint="choose another, or remove it first",
@@ -329,25 +344,22 @@ class _Work:
         last = crc64nvme(read(self.source.store, self.index)) if self.index else self.source.path
         return str(uuid.uuid5(uuid.NAMESPACE_OID, f"{last} {sorted(self.data.items())}"))
 
-    def look_at(self) -> str:
-        """Tells what the destination holds.
-
-        Returns "all" for this checkpoint, "alike" for files of the same sizes, "part" for an
-        uncommitted part, or "another".
-        """
+    def look_at(self) -> There:
+        """Tells what the destination holds."""
         store, name = self.target.existing_result()
         if self.single or name:
             is_alike = store.list_files().get(name) == sum(self.files.values())
-            return "alike" if is_alike and name == self.single else "another"
+            return There.ALIKE if is_alike and name == self.single else There.ANOTHER
         files = store.list_files(below=True)
         if self.target.needs_index and self.index not in files:
             others = [name for name in files if name not in self.files and name != LOCK]
             self._check_own([name for name in files if name in self.files])
-            return "another" if set(others) - self.target.unfinished(others) else "part"
+            is_foreign = set(others) - self.target.unfinished(others)
+            return There.ANOTHER if is_foreign else There.UNFINISHED
         is_same = all(files.get(name) == nbytes for name, nbytes in self.files.items())
         if self.manifest is None:
-            return "alike" if is_same and of_store(store) is None else "another"
-        return "all" if is_same and of_store(store) == self.manifest else "another"
+            return There.ALIKE if is_same and of_store(store) is None else There.ANOTHER
+        return There.SAME if is_same and of_store(store) == self.manifest else There.ANOTHER
 
     def _check_own(self, names: Sequence[str]) -> None:
         """Refuses to overwrite objects of other tools that differ from the source.
@@ -463,7 +475,7 @@ class _Work:
                 if self.group.rank == 0 and not self.single:
                     claim = self.target.claim()
                 if claim is not None:
-                    if self.look_at() not in ("nothing", "part"):
+                    if self.look_at() not in (There.NOTHING, There.UNFINISHED):
                         raise appeared(self.target.url)
                     if claim.is_inherited:
                         self.target.give_up_uploads(self.data)
