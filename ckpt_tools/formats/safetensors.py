@@ -46,7 +46,7 @@ _MAX_SIZE = 1 << 48
 _PAGE_BYTES = 4096
 _SHARDING = "DCP_SHARDING_INFO"
 _RANK = re.compile(r"shard-(?!00000)([0-9]{5})-.*\.safetensors")
-_SHARD = re.compile(r".*-[0-9]{5}-of-([0-9]{5})\.safetensors")
+_SHARD = re.compile(r".*-([0-9]{5})-of-([0-9]{5})\.safetensors")
 
 
 def recognise(files: Mapping[str, int]) -> bool:
@@ -57,7 +57,7 @@ def recognise(files: Mapping[str, int]) -> bool:
 def data_files(files: Mapping[str, int]) -> list[str]:
     """Returns the single file, or the one set of numbered shards; nothing if there are several."""
     found = [name for name in files if name.endswith(".safetensors")]
-    is_set = len({m[1] if (m := _SHARD.fullmatch(name)) else name for name in found}) == 1
+    is_set = len({m[2] if (m := _SHARD.fullmatch(name)) else name for name in found}) == 1
     # A name with the id of an attempt may be one of several files that were never committed. An
     # index refers to those that were.
     return found if is_set and not any(map(attempt_of, found)) else []
@@ -124,12 +124,13 @@ def complete_set(names: list[str], where: str) -> list[str]:
     Raises:
         CatalogError: some are missing.
     """
-    match = _SHARD.fullmatch(names[0]) if names else None
-    missing = int(match[1]) - len(names) if match else 0
-    if match and missing:
+    matches = [match for name in names if (match := _SHARD.fullmatch(name))]
+    total = int(matches[0][2]) if matches else 0
+    numbers = {int(match[1]) for match in matches}  # ranks may each have a part of a file
+    if numbers != set(range(1, total + 1)):
         raise CatalogError(
-            f"shards are missing, and there is no index: expected {int(match[1])} files, got"
-            f" {len(names)} ({printable(where)})",
+            f"shards are missing, and there is no index: expected {total} files, got"
+            f" {len(numbers)} ({printable(where)})",
             hint="restore them; or give the path of one file to read that file alone",
         )
     return names

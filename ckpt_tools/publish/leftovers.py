@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 from collections.abc import Collection, Container, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.formats.base import LOCK, UPLOADS, attempt_of, is_note, note_of
+from ckpt_tools.formats.base import LOCK, UPLOADS, attempt_of, is_note, note_of, short_name
 from ckpt_tools.formats.dcp.format import is_data_file
 from ckpt_tools.formats.registry import INDEXES, is_ours
 from ckpt_tools.publish.run_root import Leftover
 from ckpt_tools.publish.steps import is_step_name
-from ckpt_tools.storage import RemoteStore
+from ckpt_tools.storage import RemoteStore, read
+from ckpt_tools.storage.base import MAX_WHOLE_BYTES
 from ckpt_tools.storage.s3.client import S3, next_page
 
 
@@ -27,16 +30,16 @@ def remove_abandoned(store: RemoteStore, grace_s: float, dry_run: bool) -> list[
     now = store.now()
     assert now is not None
     before = now - dt.timedelta(seconds=grace_s)
+    folders = store.enter_all()
     objects = [
-        name
-        for folder, step in store.enter_all().items()
-        for name in _unfinished(step, folder, before)
+        name for folder, step in folders.items() for name in _unfinished(step, folder, before)
     ]
     objects += _abandoned_notes(store, before)
+    noted = {upload for place in (store, *folders.values()) for upload in _noted_uploads(place)}
     if not dry_run:
         store.remove(objects)
     return [Leftover(f"{store.url}/{name}", "object") for name in objects] + _uploads(
-        store.s3, store, before, dry_run
+        store.s3, store, before, dry_run, noted
     )
 
 
@@ -98,15 +101,33 @@ def _abandoned_notes(store: RemoteStore, before: dt.datetime) -> list[str]:
     return [n for n, about in store.about_all(old).items() if about.is_marked]
 
 
-def _uploads(s3: S3, store: RemoteStore, before: dt.datetime, dry_run: bool) -> list[Leftover]:
-    """Ends old uploads to steps that were never completed. They cost money, unseen.
+def _noted_uploads(store: RemoteStore) -> list[str]:
+    """Returns the ids of uploads that attempts in a prefix have noted for `--resume`."""
+    found: list[str] = []
+    for name in store.list_files():
+        note = note_of(name)
+        if note and note[0] == UPLOADS and store.size(name) <= MAX_WHOLE_BYTES:
+            with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                uploads = json.loads(read(store, name))["uploads"]
+                found += [str(upload_id) for upload_id, _ in uploads.values()]
+    return found
 
-    A listing does not tell who began an upload. So its name must be one that only this tool uses.
+
+def _uploads(
+    s3: S3, store: RemoteStore, before: dt.datetime, dry_run: bool, noted: Container[str]
+) -> list[Leftover]:
+    """Ends old uploads that attempts have left. They cost money, unseen.
+
+    A listing does not tell who began an upload. So an attempt must have noted its id, or its name
+    must be one that only this tool uses: that of a step's data file, or of a result that is there.
     """
     found: list[Leftover] = []
     top = len(s3.at_prefix(store.root)["Prefix"])
+    results = {note[1] for name in store.list_files() if (note := note_of(name)) and note[1]}
     for upload in _list_uploads(s3, store):
-        if upload["Initiated"] < before and _is_of_step(upload["Key"][top:]):
+        path = upload["Key"][top:]
+        is_own = upload["UploadId"] in noted or short_name(path) in results or _is_of_step(path)
+        if upload["Initiated"] < before and is_own:
             found.append(
                 Leftover(
                     f"{store.url.split('://')[0]}://{upload['Bucket']}/{upload['Key']}", "upload"
