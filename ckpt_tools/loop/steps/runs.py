@@ -21,6 +21,8 @@ Root = str | os.PathLike[str]
 def steps(root: Root, *, storage_options: Mapping[str, Any] | None = None) -> list[Step]:
     """Returns the steps of a run by number, complete or not. No data is read.
 
+    A directory that does not exist has no steps: the first save makes it.
+
     Args:
         root: directory of the run, a path or a URL.
         storage_options: of the object store, as fsspec takes them.
@@ -35,7 +37,7 @@ def steps(root: Root, *, storage_options: Mapping[str, Any] | None = None) -> li
 def latest(
     root: Root, *, verify: bool = False, storage_options: Mapping[str, Any] | None = None
 ) -> Step | None:
-    """Returns the newest complete step of a run; None if there is none.
+    """Returns the newest complete step of a run; None if there is none, or no directory yet.
 
     Args:
         root: directory of the run, a path or a URL.
