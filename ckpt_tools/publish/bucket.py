@@ -65,16 +65,21 @@ class RemoteDestination:
         self._others: list[str] = []  # what was there when it was looked at
         self._removable: set[str] = set()  # of that, what a publication may remove
 
-    def _look(self, store: RemoteStore, known: Container[str] = ()) -> list[str]:
-        """Returns the names in the prefix that are no leftovers of attempts and not in `known`."""
+    def _look(self, store: RemoteStore, known: Container[str] = ()) -> tuple[list[str], bool]:
+        """Returns the names in the prefix that are not in `known`, and whether one is an index."""
         self._others = [n for n in store.list_files() if n not in known]
         files = [n for n in self._others if n != LOCK]
-        self._removable = files_of_attempts(store, files)
-        return [n for n in files if n not in self._removable]
+        return files, any(n in INDEXES for n in files)
 
     def exists(self) -> bool:
         store = RemoteStore(self.url, self._options)
-        return store.is_file() or bool(self._look(store) or store.folders())
+        if store.is_file():
+            return True
+        files, has_index = self._look(store)
+        if has_index or store.folders():
+            return True
+        self._removable = files_of_attempts(store, files)
+        return not self._removable.issuperset(files)
 
     def unfinished(self, names: Collection[str]) -> set[str]:
         store = RemoteStore(self.url, self._options)
@@ -89,13 +94,19 @@ class RemoteDestination:
             folder = RemoteStore(self._parent, self._options)
             files, foreign = [self._name], [] if is_result(folder, self._name) else [self._name]
         else:
-            files = self._look(store, known)
-            foreign = [*(foreign_in(store, files) if files else ()), *store.folders()]
+            files, has_index = self._look(store, known)
+            left = set() if has_index else files_of_attempts(store, files)
+            self._removable, files = left, [n for n in files if n not in left]
+            foreign = foreign_in(store, files) if files else []
+            if has_index:  # beside the checkpoint there may be work of attempts that failed
+                left = files_of_attempts(store, foreign)
+                foreign = [n for n in foreign if n not in left]
+            foreign += store.folders()
         if (files or foreign) and not overwrite:
             raise refuse_existing(self.url, can_be_replaced=not foreign)
         if foreign:
             raise refuse_foreign(self.url, foreign)
-        self._removable |= set(files)
+        self._removable = self._removable | set(files)
 
     def name(self, file: str, attempt: str) -> str:
         return attempt_name(file, attempt)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
-from ckpt_tools.formats.base import LOCK, PIN
+from ckpt_tools.formats.base import LOCK, PIN, note_of
 from ckpt_tools.formats.registry import INDEXES
 from ckpt_tools.publish.bucket import RemoteDestination
 from ckpt_tools.publish.leftovers import files_of_attempts, remove_abandoned
@@ -72,9 +72,9 @@ class BucketRoot:
     def links(self) -> list[tuple[str, str]]:
         return []
 
-    def all_files(self, name: str) -> list[str]:
+    def foreign_files(self, name: str, listed: Container[str]) -> list[str]:
         store = self._folders.get(name) or self._store(name)
-        files = [n for n in store.list_deep() if n != LOCK]
+        files = [n for n in store.list_deep() if n != LOCK and n not in listed and not note_of(n)]
         return sorted(set(files) - files_of_attempts(store, files))
 
     def pin(self, name: str, text: bytes) -> None:

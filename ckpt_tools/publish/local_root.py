@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.formats.base import PIN
+from ckpt_tools.formats.base import PIN, note_of
 from ckpt_tools.publish.flock import owner_problem
 from ckpt_tools.publish.local import remove_dead, sync_directory, trash_path
 from ckpt_tools.publish.local_destination import LocalDestination
@@ -116,7 +116,7 @@ class LocalRoot:
             raise failed("list", top, error) from error
         return [(link, os.path.realpath(link)) for link in links]
 
-    def all_files(self, name: str) -> list[str]:
+    def foreign_files(self, name: str, listed: Container[str]) -> list[str]:
         top, found = str(self.path / name), []
         for folder, folders, names in os.walk(top):
             links = [n for n in folders if os.path.islink(os.path.join(folder, n))]
@@ -125,7 +125,7 @@ class LocalRoot:
                 found.append(
                     os.path.relpath(folder, top) + "/"
                 )  # an empty folder is somebody's too
-        return sorted(found)
+        return sorted(n for n in found if n not in listed and not note_of(n))
 
     def pin(self, name: str, text: bytes) -> None:
         step = self.path / name

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -169,10 +169,15 @@ class RunRoot(Protocol):
         """
         ...
 
-    def all_files(self, name: str) -> list[str]:
-        """Returns all files of a step at any depth, and its empty folders with a slash at the end.
+    def foreign_files(self, name: str, listed: Container[str]) -> list[str]:
+        """Returns the files of a step, at any depth, that somebody else has put there.
 
-        In a bucket, files of other attempts are left out.
+        Empty folders are among them, with a slash at the end. Notes of this tool are not, nor the
+        work of other attempts in a bucket.
+
+        Args:
+            name: of the step.
+            listed: the files that its manifest lists.
         """
         ...
 

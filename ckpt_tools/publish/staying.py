@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckpt_tools.errors import printable
-from ckpt_tools.formats.base import note_of
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.steps import Step
 
@@ -35,4 +34,4 @@ def _foreign_files(root: RunRoot, step: Step) -> list[str]:
     """Returns the files of a step that its manifest does not name."""
     assert step.manifest is not None
     listed = {*step.manifest.files, *(step.manifest.index or ())[:1]}
-    return [n for n in root.all_files(step.name) if n not in listed and not note_of(n)]
+    return root.foreign_files(step.name, listed)

@@ -14,7 +14,6 @@ from typing import Any
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
-from ckpt_tools.formats.base import note_of
 from ckpt_tools.loop.steps.policy import Retention
 from ckpt_tools.operations.thin import thin_steps
 from ckpt_tools.publish.destinations import open_root
@@ -237,7 +236,7 @@ def remove_named(root: RunRoot, name: str) -> str:
     if step.manifest is None or step.manifest.operation != "save":
         return step.problem or "no save wrote it"
     listed = {*step.manifest.files, *(step.manifest.index or ())[:1]}
-    foreign = [n for n in root.all_files(name) if n not in listed and not note_of(n)]
+    foreign = root.foreign_files(name, listed)
     if foreign:
         return f"other files lie in it: {printable(', '.join(foreign[:MAX_NAMES]))}"
     root.remove(name, step.manifest.attempt)
