@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 from ckpt_tools.core.box import Box, whole
@@ -134,7 +136,29 @@ class Format(Protocol):
         ...
 
 
-_ATTEMPT = re.compile(r".+\.([0-9a-f]{8})\.(?:distcp|safetensors)")
+# An id has a letter, because eight digits are more often a date.
+_ATTEMPT = re.compile(r".+\.(?=[0-9]*[a-f])([0-9a-f]{8})\.(?:distcp|safetensors)")
+
+
+def new_attempt() -> str:
+    """Returns the id of a new attempt."""
+    while is_date_like(attempt := str(uuid.uuid4())):
+        pass
+    return attempt
+
+
+def attempt_for(content: str) -> str:
+    """Returns the id of attempts at the same content: it is always the same."""
+    for number in count():
+        attempt = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{content} {number}" if number else content))
+        if not is_date_like(attempt):
+            break
+    return attempt
+
+
+def is_date_like(attempt: str) -> bool:
+    """Tells whether an id could be a date: names with such an id may be those of a person."""
+    return attempt[:8].isdigit()
 
 
 def attempt_name(file: str, attempt: str) -> str:

@@ -109,6 +109,12 @@ def _shards_of(store: Store) -> tuple[list[str], dict[str, str]]:
     if INDEX not in files:
         return complete_set(data_files(files), store.url), {}
     weight_map = read_index(store, INDEX)
+    if "model.safetensors" in files and "model.safetensors" not in weight_map.values():
+        raise FormatError(
+            f"two models in one directory: model.safetensors, and the shards of {INDEX}"
+            f" ({printable(store.url)})",
+            hint="move one away, or give the path of the file; transformers reads the single file",
+        )
     renamed = {
         name: found
         for name in set(weight_map.values()) - files.keys()

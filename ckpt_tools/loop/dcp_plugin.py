@@ -16,7 +16,6 @@ import dataclasses
 import io
 import os
 import pickle
-import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -48,6 +47,7 @@ from ckpt_tools.core.box import Box
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
 from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.formats.base import new_attempt
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.pickle.state import plain_path
 from ckpt_tools.formats.registry import Source
@@ -168,7 +168,7 @@ class StorageWriter(storage.StorageWriter):
             )
         target = self._target()
         target.check(self.overwrite)
-        attempt, self._num_ranks = str(uuid.uuid4()), len(plans)
+        attempt, self._num_ranks = new_attempt(), len(plans)
         self._stack = ExitStack()
         self._staged = self._stack.enter_context(target.stage(attempt, self.overwrite))
         return [

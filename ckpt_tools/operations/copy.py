@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from ckpt_tools.engine.crc_watch import RecordCrcWatch
 from ckpt_tools.engine.run import run_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, tile_bytes
 from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable, redacted
-from ckpt_tools.formats.base import LOCK, MANIFEST, attempt_of, note_of
+from ckpt_tools.formats.base import LOCK, MANIFEST, attempt_for, attempt_of, new_attempt, note_of
 from ckpt_tools.formats.registry import INDEXES, Source, open_source
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
@@ -32,6 +31,7 @@ from ckpt_tools.operations.verification import Verification
 from ckpt_tools.publish.base import Attempt, CopyTarget, Destination
 from ckpt_tools.publish.check_manifest import hash_files
 from ckpt_tools.publish.destinations import open_destination
+from ckpt_tools.publish.leftovers import has_index
 from ckpt_tools.publish.lock import RootLock
 from ckpt_tools.publish.manifest import (
     Manifest,
@@ -338,11 +338,11 @@ class _Work:
         It is the same for every copy, so that a copy recognises the files of an earlier one.
         """
         if self.single:
-            return str(uuid.uuid4())
+            return new_attempt()
         if self.manifest:
             return self.manifest.attempt
         last = crc64nvme(read(self.source.store, self.index)) if self.index else self.source.path
-        return str(uuid.uuid5(uuid.NAMESPACE_OID, f"{last} {sorted(self.data.items())}"))
+        return attempt_for(f"{last} {sorted(self.data.items())}")
 
     def look_at(self) -> There:
         """Tells what the destination holds."""
@@ -353,6 +353,8 @@ class _Work:
         files = store.list_files(below=True)
         if self.target.needs_index and self.index not in files:
             others = [name for name in files if name not in self.files and name != LOCK]
+            if has_index(others):
+                return There.ANOTHER
             self._check_own([name for name in files if name in self.files])
             is_foreign = set(others) - self.target.unfinished(others)
             return There.ANOTHER if is_foreign else There.UNFINISHED

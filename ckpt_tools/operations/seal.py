@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from ckpt_tools.core.checksum import crc32, crc64nvme, hex64, join_crc32, join_c
 from ckpt_tools.core.plan import num_cells, plan_values
 from ckpt_tools.engine.fingerprints import Fingerprints, HashedRange, HashedRanges
 from ckpt_tools.errors import IntegrityError, PlanError, printable, redacted
-from ckpt_tools.formats.base import note_of
+from ckpt_tools.formats.base import attempt_for, note_of
 from ckpt_tools.formats.registry import INDEXES, folder_of, is_ours
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.batches import ReadBatch
@@ -116,7 +115,7 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
         f" {crc64nvme(data) if index else found.seal(file, sizes[file]).crc64nvme}"
     )
     # if two processes seal one checkpoint, the second finds the name taken
-    attempt = str(uuid.uuid5(uuid.NAMESPACE_OID, content))
+    attempt = attempt_for(content)
     manifest = Manifest.now(
         attempt,
         "seal",

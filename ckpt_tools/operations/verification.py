@@ -35,7 +35,7 @@ from ckpt_tools.publish.check_manifest import (
     list_sealed,
     run_shared,
 )
-from ckpt_tools.publish.manifest import Manifest, names_in, of_store, parse_manifest
+from ckpt_tools.publish.manifest import Manifest, names_in, of_store, parse_manifest, strays_of
 from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage import Overlay, Store, read
 from ckpt_tools.storage.retries import read_again_if_wrong
@@ -80,6 +80,9 @@ class Verification:
         try:
             self.catalog = self._read_catalog(self.format)
             check_needed(options.get("shapes"), self.catalog)
+            if self.manifest is not None:
+                strays = strays_of(self.manifest, self.catalog)
+                self._unreadable += [Problem(n, "was not sealed, and gives values") for n in strays]
         except (FormatError, CatalogError) as error:
             self.catalog = self._read_rest()
             if self.catalog is None and self.manifest is None and not self._unreadable:

@@ -33,7 +33,12 @@ from ckpt_tools.formats.base import (
 )
 from ckpt_tools.formats.registry import INDEXES
 from ckpt_tools.publish.base import CopiedRange, CopyTarget, UploadNotes
-from ckpt_tools.publish.leftovers import files_of_attempts, files_of_copies, give_up_uploads
+from ckpt_tools.publish.leftovers import (
+    files_of_attempts,
+    files_of_copies,
+    give_up_uploads,
+    has_index,
+)
 from ckpt_tools.publish.lock import Lease
 from ckpt_tools.publish.manifest import find_manifest
 from ckpt_tools.publish.own_files import foreign_in, is_result
@@ -69,14 +74,14 @@ class RemoteDestination:
         """Returns the names in the prefix that are not in `known`, and whether one is an index."""
         self._others = [n for n in store.list_files() if n not in known]
         files = [n for n in self._others if n != LOCK]
-        return files, any(n in INDEXES for n in files)
+        return files, has_index(files)
 
     def exists(self) -> bool:
         store = RemoteStore(self.url, self._options)
         if store.is_file():
             return True
-        files, has_index = self._look(store)
-        if has_index or store.folders():
+        files, is_there = self._look(store)
+        if is_there or store.folders():
             return True
         self._removable = files_of_attempts(store, files)
         return not self._removable.issuperset(files)
@@ -94,11 +99,11 @@ class RemoteDestination:
             folder = RemoteStore(self._parent, self._options)
             files, foreign = [self._name], [] if is_result(folder, self._name) else [self._name]
         else:
-            files, has_index = self._look(store, known)
-            left = set() if has_index else files_of_attempts(store, files)
+            files, is_there = self._look(store, known)
+            left = set() if is_there else files_of_attempts(store, files)
             self._removable, files = left, [n for n in files if n not in left]
             foreign = foreign_in(store, files) if files else []
-            if has_index:  # beside the checkpoint there may be work of attempts that failed
+            if is_there:  # beside the checkpoint there may be work of attempts that failed
                 left = files_of_attempts(store, foreign)
                 foreign = [n for n in foreign if n not in left]
             foreign += store.folders()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.formats.base import LOCK, UPLOADS, attempt_of, is_note, note_of, short_name
-from ckpt_tools.formats.dcp.format import is_data_file
+from ckpt_tools.formats.dcp.format import is_data_file, is_rank_metadata
 from ckpt_tools.formats.registry import INDEXES, is_ours
+from ckpt_tools.publish.lock import is_leased
 from ckpt_tools.publish.run_root import Leftover
 from ckpt_tools.publish.steps import is_step_name
 from ckpt_tools.storage import RemoteStore, read
@@ -51,11 +52,19 @@ def _unfinished(step: RemoteStore, folder: str, before: dt.datetime) -> list[str
         *files_of_copies(step, files),
         *({LOCK} & files.keys()),
     }
-    if any(name in INDEXES for name in files) or any(
-        step.modified(name) is None or step.modified(name) > before for name in left
+    is_held = LOCK in files and is_leased(step)  # by a copy
+    if (
+        has_index(files)
+        or is_held
+        or any(step.modified(name) is None or step.modified(name) > before for name in left)
     ):
         return []
     return [f"{folder}/{name}" for name in left if step.object_info(name).is_marked]
+
+
+def has_index(files: Iterable[str]) -> bool:
+    """Tells whether files are a checkpoint by their names: no attempt has left them so."""
+    return any(name in INDEXES or is_rank_metadata(name) for name in files)
 
 
 def files_of_attempts(store: RemoteStore, files: Collection[str]) -> set[str]:
@@ -75,7 +84,7 @@ def files_of_attempts(store: RemoteStore, files: Collection[str]) -> set[str]:
         return notes | named.keys()
     infos = store.about_all(named)
     own = {n for n, attempt in named.items() if infos[n].owner[:8] == attempt}
-    if own and not any(name in INDEXES for name in files):
+    if own and not has_index(files):
         # a save may have written small files of other names
         attempts = {named[name] for name in own}
         small = [n for n in files if n not in named and not is_ours(n) and n != LOCK]

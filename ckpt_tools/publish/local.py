@@ -9,7 +9,6 @@ that, the old one stands aside for a moment, and comes back if the process dies 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import stat
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.formats.base import ASIDE, MANIFEST, PIN, note_of, short_name
+from ckpt_tools.formats.base import ASIDE, MANIFEST, PIN, is_date_like, note_of, short_name
 from ckpt_tools.formats.registry import is_ours
 from ckpt_tools.publish.flock import held_by_this_thread, release, try_lock
 from ckpt_tools.publish.refusals import refuse_existing, refuse_foreign
@@ -390,7 +389,9 @@ def _unheld(parent: Path, prefix: str, name: str) -> Iterator[Path]:
     here.
     """
     for path in sorted(parent.glob(f"{prefix}{name}.{'[0-9a-f]' * 8}")):
-        if path.is_symlink() or not path.is_dir() or not _is_made_here(path):
+        if is_date_like(path.name[-8:]) or path.is_symlink() or not path.is_dir():
+            continue
+        if not _is_made_here(path):
             continue
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -470,43 +471,72 @@ def publish_directory(staged: StagingDirectory, overwrite: bool, find_foreign: F
     _set_mode(staged)
     for folder, _, _ in os.walk(staged.path, topdown=False):
         sync_directory(Path(folder))
-    with _one_at_a_time(staged.target.parent):
-        if not _is_at(staged.lock, staged.path):
+    if not _is_at(staged.lock, staged.path):
+        raise _exchanged(staged.path)
+    if overwrite and os.path.lexists(staged.target):
+        _replace_directory(staged, find_foreign)
+    else:
+        publish_name(staged.path, staged.target)
+        if not _was_published(staged):
+            publish_name(staged.target, staged.path)
             raise _exchanged(staged.path)
-        if overwrite and os.path.lexists(staged.target):
-            _replace_directory(staged, find_foreign)
-        else:
-            publish_name(staged.path, staged.target)
-            try:
-                _check_published(staged)
-            except BaseException:
-                publish_name(staged.target, staged.path)
-                raise
     _confirm(staged.target)
 
 
 def _replace_directory(staged: StagingDirectory, find_foreign: FindForeign) -> None:
-    """Exchanges a staging directory with the result at its target."""
+    """Exchanges a staging directory with the result at its target.
+
+    The old result is locked until it has been looked at under its new name. Without that, another
+    process would take it for the leftover of a dead attempt.
+    """
     _refuse_foreign(staged.target, staged.target, find_foreign)
-    if not exchange(staged.path, staged.target):
-        _replace_by_turns(staged, find_foreign)
-        return
-    try:  # the staging name now holds the old one
-        _refuse_foreign(staged.path, staged.target, find_foreign)
-        _check_published(staged)
-    except BaseException:
-        exchange(staged.path, staged.target)
-        raise
+    lock = _lock_old(staged)
+    try:
+        if not exchange(staged.path, staged.target):
+            _replace_by_turns(staged, find_foreign)
+            return
+        try:  # the staging name now holds the old one
+            _refuse_foreign(staged.path, staged.target, find_foreign)
+            if not _was_published(staged):
+                raise _exchanged(staged.path)
+        except BaseException:
+            exchange(staged.path, staged.target)
+            raise
+    finally:
+        release(lock)
 
 
-def _check_published(staged: StagingDirectory) -> None:
-    """Refuses a result that is not the directory of the attempt.
+def _lock_old(staged: StagingDirectory) -> int:
+    """Locks the result that is to be replaced; its writer may hold it for its last lines of work.
 
     Raises:
-        StorageError: somebody exchanged it just before it got its name.
+        StorageError: another process holds it.
     """
-    if not _is_at(staged.lock, staged.target):
-        raise _exchanged(staged.path)
+    for _ in range(_LONG_TRIES):
+        lock = _lock(staged.target)
+        if lock >= 0:
+            return lock
+        time.sleep(0.01)
+    raise StorageError(
+        f"another process is at work on this: {printable(str(staged.target))}",
+        hint="wait for it to end",
+    )
+
+
+def _was_published(staged: StagingDirectory) -> bool:
+    """Tells whether the directory of an attempt was at its target, even if it was replaced since.
+
+    If somebody has moved it away, then something else has got its name.
+    """
+    if _is_at(staged.lock, staged.target):
+        return True
+    try:
+        now = Path(os.readlink(f"/proc/self/fd/{staged.lock}"))
+    except OSError:  # without /proc
+        return False
+    name, parent = short_name(staged.target.name), Path(os.path.realpath(staged.target.parent))
+    is_old = any(now.name.startswith(f"{p}{name}.") for p in (_STAGING, _TRASH, ASIDE))
+    return now.name.endswith(" (deleted)") or (now.parent == parent and is_old)
 
 
 def _refuse_foreign(old: Path, target: Path, find_foreign: FindForeign) -> None:
@@ -533,12 +563,6 @@ def _replace_by_turns(staged: StagingDirectory, find_foreign: FindForeign) -> No
         staged.target,
         staged.target.parent / f"{ASIDE}{staged.target.name}.{staged.attempt[:8]}",
     )
-    lock = _lock(target)
-    if lock < 0:
-        raise StorageError(
-            f"another process is at work on this: {printable(str(target))}",
-            hint="wait for it to end",
-        )
     try:
         publish_name(target, aside)
         _refuse_foreign(aside, target, find_foreign)
@@ -551,8 +575,6 @@ def _replace_by_turns(staged: StagingDirectory, find_foreign: FindForeign) -> No
             with suppress(OSError):  # else the next one brings it back
                 os.rename(aside, target)
         raise
-    finally:
-        release(lock)
 
 
 def publish_file(
@@ -570,32 +592,35 @@ def publish_file(
         StorageError: another writer was first, a file of somebody else is there, or the rename
             failed. Nothing is visible then.
     """
-    target = staged.target
-    sync_directory(staged.path)
-    if not _is_at(staged.lock, staged.path):
-        raise _exchanged(staged.path)
-    with _one_at_a_time(target.parent):
-        replaced = os.lstat(target) if overwrite and os.path.lexists(target) else None
-        if replaced:
-            _refuse_foreign(target, target, find_foreign)
-        own = os.lstat(staged.path / name)
-        try:
-            os.rename(manifest, target.parent / manifest, src_dir_fd=staged.lock)
-            sync_directory(target.parent)
+    target, folder = staged.target, staged.lock
+    try:
+        os.fsync(folder)
+        with _one_at_a_time(target.parent):
+            replaced = os.lstat(target) if overwrite and os.path.lexists(target) else None
             if replaced:
-                _replace_file(staged, name, replaced)
-            else:
-                publish_name(staged.path / name, target)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.lstat(staged.path / name), own):  # it was not published
-                    (target.parent / manifest).unlink(missing_ok=True)
-            raise
-        _confirm(target)
-        for old in target.parent.iterdir():
-            if note_of(old.name) == (MANIFEST, short_name(target.name)) and old.name != manifest:
-                with suppress(OSError):  # a directory of that name is somebody's
-                    old.unlink()
+                _refuse_foreign(target, target, find_foreign)
+            own = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            try:
+                os.rename(manifest, target.parent / manifest, src_dir_fd=folder)
+                sync_directory(target.parent)
+                if replaced:
+                    _replace_file(staged, name, replaced)
+                else:
+                    publish_name(Path(name), target, folder)
+            except BaseException:
+                with suppress(FileNotFoundError):
+                    left = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                    if os.path.samestat(left, own):  # it was not published
+                        (target.parent / manifest).unlink(missing_ok=True)
+                raise
+            _confirm(target)
+            for old in target.parent.iterdir():
+                is_beside = note_of(old.name) == (MANIFEST, short_name(target.name))
+                if is_beside and old.name != manifest:
+                    with suppress(OSError):  # a directory of that name is somebody's
+                        old.unlink()
+    except OSError as error:
+        raise failed("publish", target, error) from error
 
 
 def _replace_file(staged: StagingDirectory, name: str, replaced: os.stat_result) -> None:
@@ -604,19 +629,19 @@ def _replace_file(staged: StagingDirectory, name: str, replaced: os.stat_result)
     Raises:
         StorageError: another file took its place meanwhile. It is there again.
     """
-    new, target = staged.path / name, staged.target
-    if not exchange(new, target):
-        os.replace(new, target)
-    elif not os.path.samestat(os.lstat(new), replaced):
-        exchange(new, target)
+    target, folder = staged.target, staged.lock
+    if not exchange(Path(name), target, folder):
+        os.replace(name, target, src_dir_fd=folder)
+        return
+    if not os.path.samestat(os.stat(name, dir_fd=folder, follow_symlinks=False), replaced):
+        exchange(Path(name), target, folder)
         raise StorageError(
             "another writer replaced the destination while this was at work:"
             f" {printable(str(target))}",
             hint="look at its result, and start again if you still want to replace it",
         )
-    else:
-        sync_directory(staged.path)  # both directories have changed
-        new.unlink()
+    os.fsync(folder)  # both directories have changed
+    os.unlink(name, dir_fd=folder)
 
 
 @contextmanager
@@ -624,12 +649,19 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
     """Lets one process at a time give names in a folder.
 
     A file and its manifest are two names. Of two processes that replace one file, each would remove
-    the manifest of the other.
+    the manifest of the other. Somebody else may hold a lock of the folder, such as `flock` in a
+    shell: that one is not waited for.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(fd, fcntl.LOCK_EX)
+        for _ in range(_LONG_TRIES * 2):
+            if try_lock(fd) is not False:
+                break
+            time.sleep(0.01)
+        else:
+            log.warning(
+                "another process holds a lock of %s: not waited for", printable(str(folder))
+            )
         yield
     finally:
         release(fd)

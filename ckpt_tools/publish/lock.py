@@ -22,6 +22,7 @@ from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.formats.base import LOCK
 from ckpt_tools.publish.flock import owner_problem, release, try_lock
 from ckpt_tools.publish.local import make_folder
+from ckpt_tools.storage import RemoteStore
 from ckpt_tools.storage.local import failed
 from ckpt_tools.storage.object_info import SmallObject
 
@@ -93,6 +94,14 @@ def _is_holder_alive(holder: Mapping[str, Any]) -> bool | None:
         return None
     pid = holder.get("pid")
     return _started(pid if type(pid) is int else 0) == holder.get("started")
+
+
+def is_leased(store: RemoteStore) -> bool:
+    """Tells whether a live job or copy holds the lease of a prefix."""
+    seen = store.look(LOCK)
+    if seen is None or _is_holder_alive(_parse(seen.data)[0]) is False:
+        return False
+    return seen.age_s is None or seen.age_s <= LEASE_S
 
 
 def _taken(root: str, holder: Mapping[str, Any], text: str) -> StorageError:

@@ -297,6 +297,7 @@ def of_source(source: Source) -> Manifest | None:
     """
     manifest = of_store(source.store)
     if manifest is not None:
+        check_files(manifest, source)
         _check_indexes(manifest, source.catalog)
         _check_headers(manifest, source.catalog)
         _check_names(manifest, source.catalog)
@@ -363,6 +364,30 @@ def seal_objects(plan: Plan, fingerprints: Mapping[str, int]) -> dict[str, Seale
         for t in plan.tensors
         if t.is_object and t.fqn in fingerprints
     }
+
+
+def strays_of(manifest: Manifest, catalog: Catalog) -> list[str]:
+    """Returns the files that a catalog takes values from and that were not sealed."""
+    sealed = {*manifest.files, *(manifest.index or ())[:1]}
+    used = {name.partition("?")[0] for name in catalog.file_sizes}
+    # a sealed model may be a part of a larger checkpoint, but no other model may take its place
+    data = {name for name in manifest.files if name.endswith(safetensors.SUFFIX)}
+    is_part = catalog.format != manifest.format and bool(data) and data <= used
+    return [] if is_part else sorted(used - sealed - catalog.made.keys())
+
+
+def check_files(manifest: Manifest, source: Source) -> None:
+    """Refuses a sealed checkpoint that takes values from other files.
+
+    Raises:
+        IntegrityError: somebody has put such a file there.
+    """
+    if strays := strays_of(manifest, source.catalog):
+        raise IntegrityError(
+            f"a file that was not sealed would give values: {printable(', '.join(strays[:3]))}"
+            f" ({printable(source.path)})",
+            hint="move it away; or remove the manifest, to read everything without a seal",
+        )
 
 
 def _check_indexes(manifest: Manifest, catalog: Catalog) -> None:

@@ -41,10 +41,11 @@ def foreign_in(store: Store, names: Iterable[str]) -> list[str]:
 
     A manifest may list files of any name, such as a config or a tokenizer. But anybody can write a
     manifest, so a file counts only if it has the very bytes that were sealed. Other files count if
-    the index refers to them, or if only torch and this tool use such names.
+    the index refers to them. Without a readable index, names have to do that only torch and this
+    tool use.
     """
     own = own_files(store)
-    return [n for n in names if not (n in own or is_data_file(n) or is_note(n))]
+    return [n for n in names if not (n in own or is_note(n))]
 
 
 def own_files(store: Store) -> set[str]:
@@ -57,8 +58,10 @@ def own_files(store: Store) -> set[str]:
     try:
         form = detect_in(store)[1]
         known = {*form.read_catalog(store).file_sizes, getattr(form, "INDEX", form.LOOKS_FOR)}
+        # torch leaves an empty file for a rank that saved nothing
+        known |= {n for n, size in store.list_files().items() if is_data_file(n) and not size}
     except CheckpointError:
-        known = set(INDEXES)
+        known = {*INDEXES, *filter(is_data_file, store.list_files())}
     for name in names_in(store):
         with suppress(CheckpointError):  # it vouches for nothing
             manifest = read_manifest(store, name)

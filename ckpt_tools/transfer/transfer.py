@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -33,7 +32,7 @@ from ckpt_tools.engine.schedule import (
 )
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import PlanError, StorageError, printable, redacted
-from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.base import Format, new_attempt
 from ckpt_tools.formats.registry import Request, Source
 from ckpt_tools.publish.base import Attempt, Destination
 from ckpt_tools.publish.manifest import (
@@ -177,7 +176,7 @@ class Transfer:
     # ---- plan: the same on all ranks, and that of an earlier attempt if one is continued ---------
 
     def _plan(self) -> None:
-        self.attempt_id = self.group.broadcast(str(uuid.uuid4()), "begin")
+        self.attempt_id = self.group.broadcast(new_attempt(), "begin")
         adopts_id = self.resume.adopts_id
         with self.group.phase("plan"):
             plan = self._planned("" if adopts_id else self.attempt_id)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tools.core.box import Box
@@ -78,6 +78,7 @@ def read_catalog(store: Store) -> Catalog:
         if ".metadata" in files
         else sorted((n for n in files if _RANK_METADATA.fullmatch(n)), key=_metadata_rank)
     )
+    _check_ranks(files, names)
     is_large = len(names) == 1 and files[names[0]] >= _MANY_BYTES
     crcs: dict[str, int] = {}
     found = _read_many(store, names[0], crcs) if is_large else None
@@ -114,8 +115,29 @@ def read_catalog(store: Store) -> Catalog:
         index_crcs=crcs,
     )
     # of a sealed checkpoint, only files that were sealed
-    beside = next((n for n in _BESIDE if n in files and (sealed is None or n in sealed)), "")
-    return _with_values(catalog, store, beside, files[beside]) if beside else catalog
+    for name in _BESIDE:
+        if name in files and (sealed is None or name in sealed):
+            catalog = _with_values(catalog, store, name, files[name])
+    return catalog
+
+
+def _check_ranks(files: Mapping[str, int], names: Sequence[str]) -> None:
+    """Refuses the metadata of some ranks without those of others.
+
+    Raises:
+        CatalogError: a rank's metadata is missing, and there is no `.metadata` for all.
+    """
+    if ".metadata" in names:
+        return
+    there = {_metadata_rank(name) for name in names}
+    ranks = {int(match[1]) for name in files if (match := _DATA_FILE.search(name))}
+    missing = sorted((ranks | set(range(max(there) + 1))) - there)
+    if missing:
+        raise CatalogError(
+            f"metadata of ranks is missing: expected __{missing[0]}.metadata, got"
+            f" {printable(', '.join(names[:4]))}",
+            hint="copy the files of all ranks into one directory",
+        )
 
 
 class _UnreadTensors:
@@ -524,6 +546,11 @@ def is_data_file(name: str) -> bool:
     Both torch and this tool use these names.
     """
     return _DATA_FILE.fullmatch(name) is not None or _RANK_METADATA.fullmatch(name) is not None
+
+
+def is_rank_metadata(name: str) -> bool:
+    """Tells whether a file is the metadata of one rank, which a save without collectives writes."""
+    return _RANK_METADATA.fullmatch(name) is not None
 
 
 def data_file_name(rank: int) -> str:

@@ -129,40 +129,57 @@ class _Ranks:
                     f"a tensor on some ranks and a value on others: {printable(fqn)!r}"
                 )
             first = next(iter(by_rank.values()))
-            if all(type(v) is type(first) and v == first for v in by_rank.values()):
+            # as text, because 1 == 1.0 == True, 0.0 == -0.0, and NaN is not equal to itself
+            if all(type(v) is type(first) and repr(v) == repr(first) for v in by_rank.values()):
                 result[fqn] = made.value(fqn, first)
                 continue
             path = self.paths.pop(fqn)
             for rank, value in by_rank.items():
                 name = f"{fqn}.rank_{rank}"
+                if name in self.values or name in self.kinds:
+                    raise FormatError(f"two entries have one name: {printable(name)!r}")
                 result[name], self.paths[name] = made.value(name, value), (*path, f"rank_{rank}")
         return result
 
 
-def read_catalog(store: Store) -> Catalog:
-    """Reads `data.pkl` of every rank's files; see `Format.read_catalog`."""
-    files = store.list_files()
-    _refuse_bare_shards(files)
-    found = _Ranks()
-    ranks: dict[str, int] = {}
-    others = UnreadValues()
+def _read_ranks(
+    store: Store, files: Mapping[str, int], others: UnreadValues
+) -> tuple[Raw, dict[str, int]]:
+    """Returns the entries of all ranks by path, and the rank of each file.
+
+    Raises:
+        FormatError: a rank has two entries of one name.
+    """
     raw: Raw = {}
+    ranks: dict[str, int] = {}
+    seen: dict[int, dict[str, str]] = {}
     for part, names in _parts(files).items():
         for rank, name in enumerate(names):
             ranks[name] = rank
             above = (_PART_NAMES.get(part, part),) if part else ()
             if _OWN.fullmatch(part):
                 above = (*above, f"rank_{rank}")
-            mine = UnreadValues()
-            here: set[str] = set()
+            mine, here = UnreadValues(), seen.setdefault(rank, {})
             for path, value, extents in read_leaves(store, name, files[name], mine):
-                if (fqn := name_of((*above, *path))) in here:
+                fqn = name_of((*above, *path))
+                if fqn in here:
+                    where = f"{printable(here[fqn])} and {printable(name)}"
                     raise FormatError(
-                        f"two entries have one name: {printable(fqn)!r} ({printable(name)})"
+                        f"two entries have one name: {printable(fqn)!r} ({where})",
+                        hint="if the files are of two saves, move one away",
                     )
-                here.add(fqn)
+                here[fqn] = name
                 raw.setdefault((*above, *path), {})[rank] = RankValue(value, extents)
             others.take(mine, above)
+    return raw, ranks
+
+
+def read_catalog(store: Store) -> Catalog:
+    """Reads `data.pkl` of every rank's files; see `Format.read_catalog`."""
+    files = store.list_files()
+    _refuse_bare_shards(files)
+    found, others = _Ranks(), UnreadValues()
+    raw, ranks = _read_ranks(store, files, others)
     num_ranks = max(ranks.values()) + 1
     is_flat = has_flats(raw)
     named = unfold_flat_params(raw, read_shapes(store, files), num_ranks, others) if is_flat else {}
@@ -237,16 +254,15 @@ def _parts(files: Mapping[str, int]) -> dict[str, list[str]]:
         sizes.setdefault(match["part"], set()).update(
             [int(size)] if (size := match["size"] or match["of"]) else []
         )
+    known = {size for part in found for size in sizes[part]}
+    if len(known) > 1:
+        raise CatalogError(
+            f"files of jobs with different numbers of ranks: {', '.join(map(str, sorted(known)))}",
+            hint="keep the files of one save",
+        )
     for part, names in found.items():
         world_size = max([*sizes[part], max(names) + 1])
         missing = [rank for rank in range(world_size) if rank not in names]
-        if len(sizes[part]) > 1:
-            shown = ", ".join(map(str, sorted(sizes[part])))
-            raise CatalogError(
-                f"files of jobs with different numbers of ranks: {shown}"
-                f" ({printable(part) or 'rank_N'})",
-                hint="keep the files of one save",
-            )
         if missing:
             raise CatalogError(
                 f"files of ranks are missing: {', '.join(map(str, missing[:10]))} of {world_size}"

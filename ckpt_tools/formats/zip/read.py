@@ -296,6 +296,12 @@ def _parse_directory(data: bytes, count: int) -> dict[str, ZipRecord]:
         records[name] = ZipRecord(header, nbytes, at + _CRC_AT)
         cuts += [at + _CRC_AT, at + _CRC_AT + 4]
         at = name_at + name_bytes + extra_bytes + comment_bytes
+    order = records.get("byteorder")
+    if order is not None and order.nbytes != len(b"little"):
+        raise FormatError(
+            "values in big-endian order are not read",
+            hint="load the file with torch and save it again on a little-endian machine",
+        )
     pairs = tuple(zip(cuts[::2], [*cuts[1::2], len(data)], strict=True))
     if len(_directories) > _MAX_DIRECTORIES:
         _directories.clear()

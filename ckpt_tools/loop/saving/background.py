@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from pathlib import Path
 from ckpt_tools.core.laps import format_laps
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, printable
+from ckpt_tools.formats.base import new_attempt
 from ckpt_tools.loop.saving.export import Exporter
 from ckpt_tools.loop.saving.hooks import Hooks
 from ckpt_tools.loop.saving.limits import WriteLimits
@@ -209,7 +209,7 @@ class BackgroundWriter:
         """
         deadline, attempts = time.monotonic() + self.retry_s, list[str]()
         while True:
-            attempts.append(group.broadcast(str(uuid.uuid4()), f"begin {save.name}"))
+            attempts.append(group.broadcast(new_attempt(), f"begin {save.name}"))
             try:
                 report = self._try(save, group, attempts, limits or WriteLimits(self.jobs))
                 break

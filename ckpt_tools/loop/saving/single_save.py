@@ -6,7 +6,6 @@ Imports torch.
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt_tools.core.threads import num_threads
+from ckpt_tools.formats.base import new_attempt
 from ckpt_tools.loop.saving.save import RankNames, SaveReport, agree_layout, extras_of, write
 from ckpt_tools.loop.state.archives import ReadBack
 from ckpt_tools.loop.state.pack_objects import pack_objects
@@ -84,7 +84,7 @@ def save(
                 memory = Stager().live([shards[i].tensor for i in layout.task.shards]).wait()
         target = open_destination(path, storage_options)
         step = number_in(target.url.rstrip("/").rpartition("/")[2])
-        attempt = group.broadcast(str(uuid.uuid4()), "begin")
+        attempt = group.broadcast(new_attempt(), "begin")
         num_jobs = num_threads(jobs, is_beside_training=True)
         return write(
             group,

@@ -91,7 +91,14 @@ def _read_lora(
                 f" ({printable(source.path)})",
                 hint="merge it with PEFT itself: PeftModel.from_pretrained(…).merge_and_unload()",
             )
-        sides.setdefault(match["module"], {})[match["side"]] = _matrix(source, entry)
+        pair = sides.setdefault(match["module"], {})
+        if match["side"] in pair:
+            raise PlanError(
+                f"two adapters in one: {printable(match['module'])!r} has two matrices"
+                f" {match['side']} ({printable(source.path)})",
+                hint="give each adapter a directory of its own",
+            )
+        pair[match["side"]] = _matrix(source, entry)
     result: dict[str, Alter] = {}
     cut = _without_key(sides, model)
     flag = bool(config.get("fan_in_fan_out"))
@@ -294,26 +301,31 @@ def _check_scales(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: a number is not finite, or a pattern is too complex or malformed.
     """
-    patterns = config.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict):
-        raise TypeError("alpha_pattern is no object")
-    if len(patterns) > _MAX_PATTERNS:
-        raise ValueError(f"alpha_pattern has more than {_MAX_PATTERNS} entries")
-    for name, value in {"lora_alpha": config["lora_alpha"], **patterns}.items():
+    scales = _patterns(config, "alpha_pattern")
+    for name, value in {"lora_alpha": config["lora_alpha"], **scales}.items():
         if type(value) not in (int, float) or not abs(value) <= _MAX_ALPHA:
             raise ValueError(f"{name[:80]} is no finite number")
-    for pattern in patterns:
+    for pattern in (*scales, *_patterns(config, "rank_pattern")):
         bare = re.sub(r"\\.|\[[^\]]*\]", "x", pattern)
         if (
             len(pattern) > 500
             or len(re.findall(r"[*+?{]", bare)) > 2
             or re.search(r"\)[*+?{]", bare)
         ):
-            raise ValueError(f"alpha_pattern is too hard to match: {pattern[:80]}")
+            raise ValueError(f"a pattern is too hard to match: {pattern[:80]}")
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"alpha_pattern is malformed: {pattern[:80]}: {error}") from error
+            raise ValueError(f"a pattern is malformed: {pattern[:80]}: {error}") from error
+
+
+def _patterns(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    patterns = config.get(key) or {}
+    if not isinstance(patterns, dict):
+        raise TypeError(f"{key} is no object")
+    if len(patterns) > _MAX_PATTERNS:
+        raise ValueError(f"{key} has more than {_MAX_PATTERNS} entries")
+    return patterns
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
