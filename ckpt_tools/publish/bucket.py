@@ -92,6 +92,18 @@ class RemoteDestination:
         self._removable |= left
         return left
 
+    def _changed_by_others(self, store: RemoteStore, names: Sequence[str]) -> list[str]:
+        """Returns the names without files that an attempt at this very checkpoint has written.
+
+        An attempt that was killed may have replaced a file that the manifest lists.
+        """
+        listed: Container[str] = ()
+        with suppress(CheckpointError):
+            manifest = find_manifest(store) if names else None
+            listed = manifest.files if manifest is not None else ()
+        infos = store.about_all(n for n in names if n in listed)
+        return [n for n in names if n not in infos or not infos[n].owner]
+
     def check(self, overwrite: bool, known: Container[str] = ()) -> None:
         """See `Destination.check`; `known` are the files of an earlier attempt."""
         store = RemoteStore(self.url, self._options)
@@ -105,7 +117,7 @@ class RemoteDestination:
             foreign = foreign_in(store, files) if files else []
             if is_there:  # beside the checkpoint there may be work of attempts that failed
                 left = files_of_attempts(store, foreign)
-                foreign = [n for n in foreign if n not in left]
+                foreign = self._changed_by_others(store, [n for n in foreign if n not in left])
             foreign += store.folders()
         if (files or foreign) and not overwrite:
             raise refuse_existing(self.url, can_be_replaced=not foreign)
@@ -301,10 +313,13 @@ class RemoteAttempt:
             return UploadOptions(
                 None, True, self._is_exclusive, self._replaces, crc, self.attempt, begun=begun
             )
-        there = self.store.version(path) if path in self._expected else ""
-        return UploadOptions(
-            None, False, path in self._expected and not there, there, crc, self.attempt, begun=begun
-        )
+        if attempt_of(path) == self.attempt[:8]:
+            return UploadOptions(None, False, False, "", crc, self.attempt, begun=begun)
+        # another attempt may use this name too: replace only what was there at the start
+        is_known = path in self._expected or path in self._removable
+        there = self.store.version(path) if is_known else ""
+        is_new = not there and not self._replaces
+        return UploadOptions(None, False, is_new, there, crc, self.attempt, begun=begun)
 
     def begin_uploads(
         self, work: str, files: Mapping[str, int], earlier: UploadNotes | None

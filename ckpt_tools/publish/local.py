@@ -102,7 +102,7 @@ def check_destination(
         )
     if not os.path.lexists(target):
         return
-    foreign = [] if target.is_symlink() else find_foreign(target)
+    foreign = [] if target.is_symlink() else _foreign_at(target, find_foreign)
     if not overwrite:
         raise refuse_existing(str(target), not foreign and not target.is_symlink())
     if target.is_symlink():
@@ -112,6 +112,18 @@ def check_destination(
         )
     if foreign:
         raise refuse_foreign(str(target), foreign)
+
+
+def _foreign_at(path: Path, find_foreign: Callable[[Path], list[str]]) -> list[str]:
+    """Returns the foreign names at a path. Another writer may replace the result meanwhile."""
+    for _ in range(_TRIES):
+        try:
+            return find_foreign(path)
+        except StorageError as error:
+            if not error.is_missing:
+                raise
+            time.sleep(0.01)
+    return find_foreign(path) if os.path.lexists(path) else []
 
 
 def existing_parent(target: Path) -> Path:
@@ -550,7 +562,7 @@ def _refuse_foreign(old: Path, target: Path, find_foreign: FindForeign) -> None:
     Raises:
         StorageError: it is a link, or holds files of somebody else.
     """
-    foreign = [target.name] if old.is_symlink() else find_foreign(old)
+    foreign = [target.name] if old.is_symlink() else _foreign_at(old, find_foreign)
     if foreign:
         raise refuse_foreign(str(target), foreign)
 

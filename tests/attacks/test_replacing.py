@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
@@ -23,7 +27,8 @@ from ckpt_tools.storage import LocalStore, write_file
 from tests.attacks.hostile import Run
 from tests.servers.servers import Server
 
-ID = "12345678-1234-1234-1234-123456789abc"
+ID = "1234567a-1234-1234-1234-123456789abc"
+OTHER = "abcdef12-1234-1234-1234-123456789abc"
 MANIFEST = Literal("ckpt.manifest.12345678.json", 0, b"{}")
 INDEX = Literal(".metadata", 0, b"index")
 MINE = b"years of work"
@@ -32,6 +37,10 @@ MINE = b"years of work"
 def checkpoint(path: Path, value: float = 1.0) -> Path:
     ckpt_tools.save(path, {"model": {"w": torch.full((30, 5), value)}})
     return path
+
+
+def storage(server: Server) -> dict[str, Any]:
+    return {"storage_options": server.options}
 
 
 def names(fs: Any, prefix: str) -> set[str]:
@@ -137,6 +146,108 @@ def test_an_empty_manifest_makes_no_file_replaceable(tmp_path: Path, ckpt: Run) 
     assert done.returncode == 15
 
 
+def test_a_file_is_published_from_the_directory_that_was_opened(tmp_path: Path) -> None:
+    target = tmp_path / "m.safetensors"
+    manifest = Literal("m.safetensors.ckpt.manifest.12345678.json", 0, b"{}")
+    with open_destination(target).stage(ID, True, target.name) as staged:
+        write_file(staged.writable, target.name, b"new")
+        os.rename(staged.folder, tmp_path / "moved")
+        staged.folder.mkdir(mode=0o700)
+        (staged.folder / target.name).write_bytes(b"EVIL")
+        with suppress(StorageError):
+            staged.publish(manifest, None)
+    assert not target.exists() or target.read_bytes() == b"new"
+
+
+def test_overwriting_loses_nothing_while_others_look_for_leftovers(tmp_path: Path) -> None:
+    source, out = checkpoint(tmp_path / "src"), tmp_path / "run" / "out"
+    ckpt_tools.reshard(source, out, to_ranks=2)
+    code = (
+        "import sys, pathlib; from ckpt_tools.publish.local_root import LocalRoot\n"
+        "root = LocalRoot(pathlib.Path(sys.argv[1])); print('on', flush=True)\n"
+        "while True: root.remove_leftovers()"
+    )
+    words = [sys.executable, "-c", code, str(out.parent)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout and other.stdout.readline() == "on\n"
+        try:
+            for number in range(60):
+                ckpt_tools.reshard(source, out, to_ranks=1 + number % 3, overwrite=True)
+                assert not ckpt_tools.verify(out).problems
+        finally:
+            other.kill()
+
+
+def test_a_lock_of_the_folder_by_somebody_else_holds_nothing_up(tmp_path: Path) -> None:
+    """As `flock FOLDER ckpt merge …` in a table of cron."""
+    source = checkpoint(tmp_path / "src")
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    try:
+        ckpt_tools.merge(source, tmp_path / "m.safetensors")
+        ckpt_tools.reshard(source, tmp_path / "two", to_ranks=2)
+    finally:
+        os.close(folder)
+
+
+@pytest.mark.parametrize("prefix", [".tmp", ".trash", ".aside"])
+def test_folders_with_a_date_in_their_name_are_no_leftovers(prefix: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with CheckpointManager(run, asynchronous=False) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(3)})
+    mine = run / f"{prefix}.step-00000001.20240115"
+    mine.mkdir(mode=0o700)
+    (mine / "ckpt.manifest.abcdef12.json").write_bytes(MINE)
+    assert not ckpt_tools.prune(run, keep_last=1).removed
+    open_root(run).remove_leftovers()
+    with CheckpointManager(run, asynchronous=False) as checkpoints:
+        checkpoints.resume({"w": torch.ones(3)})
+        checkpoints.save(2, {"w": torch.ones(3)})
+    assert (mine / "ckpt.manifest.abcdef12.json").read_bytes() == MINE
+
+
+@pytest.mark.parametrize("name", ["__7_0.distcp", "__9.metadata"])
+def test_files_like_data_that_no_index_names_are_not_overwritten(name: str, tmp_path: Path) -> None:
+    target = checkpoint(tmp_path / "out")
+    (target / name).write_bytes(MINE)
+    with pytest.raises(StorageError, match="--overwrite never replaces"):
+        ckpt_tools.reshard(checkpoint(tmp_path / "src"), target, to_ranks=1, overwrite=True)
+    assert (target / name).read_bytes() == MINE
+
+
+def damage_side_file(step: Path) -> None:
+    (step / "config.json").write_bytes(b"")
+
+
+def damage_manifest(step: Path) -> None:
+    (manifest,) = step.glob("ckpt.manifest.*")
+    manifest.write_bytes(manifest.read_bytes()[:-40])
+
+
+def add_pin(step: Path) -> None:
+    damage_side_file(step)
+    (step / "ckpt.pin").write_bytes(b"")
+
+
+@pytest.mark.parametrize("change", [damage_side_file, damage_manifest, add_pin])
+def test_a_damaged_step_with_files_does_not_stop_the_job(
+    change: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    with CheckpointManager(run, asynchronous=False) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"w": torch.ones(3)}, files={"config.json": b"{}"})
+    change(run / "step-00000003")
+    state = {"w": torch.zeros(3)}
+    with CheckpointManager(run, asynchronous=False) as checkpoints:
+        assert checkpoints.resume(state) == 2
+        checkpoints.save(3, state, files={"config.json": b"{}"})
+    with CheckpointManager(run) as checkpoints:
+        assert checkpoints.resume(state) == 3
+    (aside,) = run.glob("step-00000003.superseded-*")
+    assert (aside / "config.json").exists() and "is set aside as" in caplog.text
+
+
 def test_a_directory_with_the_name_of_a_manifest_fails_no_result(tmp_path: Path, ckpt: Run) -> None:
     torch.save({"w": torch.ones(4)}, tmp_path / "src.pt")
     (tmp_path / "m.safetensors.ckpt.manifest.12345678.json").mkdir()
@@ -235,10 +346,60 @@ def test_a_date_in_a_name_is_no_leftover(server: Server, tmp_path: Path) -> None
     assert names(fs, "dates") == before
 
 
+def test_a_save_that_does_not_commit_changes_no_file_of_the_one_that_does(
+    server: Server, tmp_path: Path
+) -> None:
+    fs, url, options = server.bucket("extras"), "s3://extras/x", server.options
+    destination = open_destination(url, options)
+    with destination.stage(ID) as first, open_destination(url, options).stage(OTHER) as second:
+        write_file(first.writable, "config.json", b"first")
+        with pytest.raises(StorageError):
+            write_file(second.writable, "config.json", b"second")
+    fs.rm("extras/x", recursive=True)
+    ckpt_tools.save(url, {"w": torch.ones(3)}, files={"config.json": b"old"}, **storage(server))
+    # as if a save had been killed right before its commit
+    attempt = open_destination(url, options)
+    attempt.check(overwrite=True)
+    staged = attempt.join(OTHER)
+    staged._overwrite, staged._replaces = True, "x"  # type: ignore[attr-defined]
+    write_file(staged.writable, "config.json", b"newer")
+    new = {"w": torch.ones(3)}
+    ckpt_tools.save(url, new, files={"config.json": b"new"}, overwrite=True, **storage(server))
+    assert not ckpt_tools.verify(url, **storage(server)).problems
+
+
+def test_a_checkpoint_of_ranks_without_an_index_is_no_leftover(
+    server: Server, tmp_path: Path
+) -> None:
+    fs, options = server.bucket("ranks"), storage(server)
+    state = {"m": {"w": torch.ones(30)}}
+    dcp.save(state, checkpoint_id=tmp_path / "own", no_dist=True, use_collectives=False)
+    dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
+    step = "s3://ranks/run/step-00000001"
+    ckpt_tools.copy(tmp_path / "own", step, **options)
+    before = {name: fs.cat(name) for name in fs.find("ranks")}
+    assert "ranks/run/step-00000001/__0.metadata" in before
+    assert open_root("s3://ranks/run", server.options).remove_leftovers(grace_s=-5) == []
+    with pytest.raises(StorageError, match="the destination exists"):
+        ckpt_tools.copy(tmp_path / "stock", step, **options)
+    assert {name: fs.cat(name) for name in fs.find("ranks")} == before
+
+
+def test_a_copy_that_is_running_leaves_nothing_to_remove(server: Server, tmp_path: Path) -> None:
+    fs, source = server.bucket("leased"), checkpoint(tmp_path / "src")
+    step = "s3://leased/run/step-00000001"
+    ckpt_tools.copy(source, step, **storage(server))
+    fs.rm("leased/run/step-00000001/.metadata")  # not committed yet
+    lease = Lease(step, server.options)
+    assert open_root("s3://leased/run", server.options).remove_leftovers(grace_s=-5) == []
+    lease.release()
+    assert open_root("s3://leased/run", server.options).remove_leftovers(grace_s=-5)
+
+
 def test_uploads_of_others_are_not_ended(server: Server, tmp_path: Path) -> None:
     fs = server.bucket("uploading")
     keys = ["other/model.safetensors", "run/user.safetensors", "run/other/__0_0.distcp"]
-    ours = ["run/step-00000001/__0_0.distcp", "run/best/__0_0.12345678.distcp"]
+    ours = ["run/step-00000001/__0_0.distcp", "run/best/__0_0.1234567a.distcp"]
     for key in [*keys, *ours]:
         fs.call_s3("create_multipart_upload", Bucket="uploading", Key=key)
     left = open_root("s3://uploading/run", server.options).remove_leftovers(grace_s=-5)
@@ -298,6 +459,9 @@ def test_a_file_whose_name_has_a_date_is_read_by_its_path(tmp_path: Path, ckpt: 
     folder.mkdir()
     save_file({"a": torch.ones(3)}, folder / "model.safetensors")
     save_file({"b": torch.ones(3)}, folder / "extra.20261126.safetensors")
+    done = ckpt("convert", folder, tmp_path / "dcp", "--to", "dcp")
+    assert done.returncode == 10 and "extra.20261126.safetensors" in done.stderr
+    (folder / "extra.20261126.safetensors").rename(folder / "extra.deadbeef.safetensors")
     done = ckpt("convert", folder, tmp_path / "dcp", "--to", "dcp")
     assert done.returncode == 10 and "give the path of the file itself" in done.stderr
     assert not (tmp_path / "dcp").exists()

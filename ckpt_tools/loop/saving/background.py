@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckpt_tools.core.laps import format_laps
 from ckpt_tools.core.logs import log
-from ckpt_tools.errors import CheckpointError, printable
+from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.formats.base import new_attempt
 from ckpt_tools.loop.saving.export import Exporter
 from ckpt_tools.loop.saving.hooks import Hooks
@@ -270,6 +270,8 @@ class BackgroundWriter:
                     note = RollbackNote(what, attempts[-1], *self.candidates.branch)
                     write_note(self.root, note)
                     rollback.make_way(self.root, note)
+                if target.url in self.candidates.passed and not save.overwrite:
+                    self._make_room(target, save.name, attempts[-1])
         if group.broadcast(is_there, f"begin {what}"):
             return SaveReport(target.url, 0, step=save.step)
         overwrite = save.overwrite or target.url in self.candidates.passed
@@ -291,6 +293,17 @@ class BackgroundWriter:
             ),
             limits.throttle(self._is_waited_for),
         )
+
+    def _make_room(self, target: Destination, name: str, attempt: str) -> None:
+        """Sets a damaged step aside if it holds files that must not be removed with it."""
+        try:
+            target.check(overwrite=True)
+        except StorageError as error:
+            if not target.exists():
+                raise
+            aside = f"{name}.superseded-{attempt[:8]}"
+            self.root.rename(name, aside)
+            log.warning("%s is damaged, and is set aside as %s: %s", name, aside, error)
 
     def _step_before(self, layout: SaveLayout) -> Path | None:
         """Returns the step that was written last, if it is on a disk and has the same layout."""

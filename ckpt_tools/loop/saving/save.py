@@ -436,7 +436,6 @@ def write(
             part = write_part(
                 layout.file, target, staged, memory, packed, jobs, measures, before, progress
             )
-            files = write_files(staged, extras.files) if group.rank == 0 else {}
         parts = group.gather(part._replace(shares={}), f"write {what}")
         prints = group.xor(_prints(layout, part.shares), f"write {what}")
         for name in ("write", "fsync"):
@@ -459,6 +458,8 @@ def write(
                 index = layout.head.template.render(
                     places, attempt, lambda file: target.name(file, attempt)
                 )
+                # last, because in a bucket their names are those of the result that is replaced
+                files = write_files(staged, extras.files)
                 before_commit()
                 tensors = _seal(layout.head, prints, parts)
                 sealed = {fqn: item for fqn, (_, item) in saved.items()}
