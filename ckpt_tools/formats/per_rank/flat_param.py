@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats.base import SHAPES
 from ckpt_tools.formats.pickle.state import Path, ShardedTensorShard, TensorView, is_number
+from ckpt_tools.formats.torch_save import UnreadValues
 from ckpt_tools.storage import Store, read
 
 FLAT = "_flat_param"
@@ -62,12 +62,15 @@ def units(flats: Sequence[str], shapes: Shapes) -> dict[str, dict[str, tuple[int
 
     They are the parameters below its module that belong to no inner unit.
     """
-    prefixes = sorted((name.removesuffix(FLAT) for name in flats), key=len, reverse=True)
     found: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in flats}
     for fqn, shape in shapes.items():
-        owner = next((p for p in prefixes if fqn.startswith(p)), None)
-        if owner is not None:
-            found[f"{owner}{FLAT}"][fqn] = shape
+        module = fqn
+        while module:  # from the innermost module outwards
+            module = module.rpartition(".")[0]
+            owner = f"{module}.{FLAT}" if module else FLAT
+            if owner in found:
+                found[owner][fqn] = shape
+                break
     return found
 
 
@@ -139,7 +142,7 @@ def has_flats(raw: Raw) -> bool:
 
 
 def unfold_flat_params(
-    raw: Raw, shapes: Shapes, num_ranks: int, others: Counter[str]
+    raw: Raw, shapes: Shapes, num_ranks: int, others: UnreadValues
 ) -> dict[Path, TensorEntry]:
     """Takes flat parameters, and the optimizers' state for them, out of the entries.
 
@@ -162,38 +165,82 @@ def unfold_flat_params(
             hint=HINT,
         )
     result: dict[Path, TensorEntry] = {}
-    for container in dict.fromkeys(path[:-1] for path in flats):
-        names = [str(path[-1]) for path in raw if path[:-1] == container]
-        mine = [name for name in names if name.endswith(FLAT)]
-        parts = units(mine, shapes)
-        starts = {}
-        for name in mine:
-            entry = _vector(name, raw.pop((*container, name)))
-            starts[name] = places(parts[name], entry.dtype, entry.shape[0], num_ranks, name)
-            result |= {(*container, t.fqn): t for t in unflatten(entry, parts[name], starts[name])}
-        by_name = [name for name in names if name in shapes]
-        for name in by_name:  # these are parts of parameters that the vector holds too
-            del raw[(*container, name)]
-        for root in optimizers(raw, container):
-            if by_name:
-                owners = [
-                    (dict([item]), {item[0]: 0}) for item in shapes.items() if item[0] in by_name
-                ]
-            else:
-                owners = [(parts[name], starts[name]) for name in names if name in parts]
-            result |= unfold_optimizer(raw, root, owners, bool(by_name), others)
+    of_containers: dict[Path, list[str]] = {path[:-1]: [] for path in flats}
+    for path in raw:
+        if path and path[:-1] in of_containers:
+            of_containers[path[:-1]].append(str(path[-1]))
+    for container, names in of_containers.items():
+        result |= _unfold_container(raw, container, names, shapes, num_ranks, others)
     order = {fqn: number for number, fqn in enumerate(shapes)}
     # in the model's order
     return dict(sorted(result.items(), key=lambda item: order.get(str(item[0][-1]), len(order))))
 
 
+def _unfold_container(
+    raw: Raw,
+    container: Path,
+    names: Sequence[str],
+    shapes: Shapes,
+    num_ranks: int,
+    others: UnreadValues,
+) -> dict[Path, TensorEntry]:
+    """Takes the flat parameters of one model, and its optimizers' state, out of the entries."""
+    result: dict[Path, TensorEntry] = {}
+    parts = units([name for name in names if name.endswith(FLAT)], shapes)
+    starts = {}
+    for name in parts:
+        entry = _vector(name, raw.pop((*container, name)))
+        starts[name] = places(parts[name], entry.dtype, entry.shape[0], num_ranks, name)
+        result |= {(*container, t.fqn): t for t in unflatten(entry, parts[name], starts[name])}
+    covered = {fqn for unit in parts.values() for fqn in unit}
+    by_name = {name for name in names if name in shapes}
+    for name in by_name & covered:  # a part of a parameter that the vector holds too
+        del raw[(*container, name)]
+    for name in names if by_name else ():  # a second name of a tied parameter has no shape
+        if name not in shapes and name not in parts and _is_cut(raw, container, name):
+            others[_TIED] += 1
+            others.foreign[(*container, name)] = _TIED
+            del raw[(*container, name)]
+    if by_name:
+        owners = [(dict([item]), {item[0]: 0}) for item in shapes.items() if item[0] in by_name]
+    else:
+        owners = [(parts[name], starts[name]) for name in names if name in parts]
+    for root in optimizers(raw, container):
+        if covered.issuperset(by_name):
+            result |= unfold_optimizer(raw, root, owners, bool(by_name), others)
+        else:  # some parameters are outside of all units
+            leave_out(raw, root, others)
+    return result
+
+
+_TIED = "a part of a parameter whose shape is not in shapes.json"
+
+
+def _is_cut(raw: Raw, container: Path, name: str) -> bool:
+    """Tells whether ranks have vectors of different lengths under one name."""
+    values = [item.value for item in raw.get((*container, name), {}).values()]
+    views = [v for v in values if isinstance(v, TensorView) and len(v.sizes) == 1]
+    return len(views) == len(values) and len({v.sizes for v in views}) > 1
+
+
 def _vector(name: str, held: Mapping[int, RankValue]) -> TensorEntry:
-    """Returns a unit's vector from the pieces of all ranks."""
-    chunks, kinds = [], set()
-    for item in held.values():
+    """Returns a unit's vector from the pieces of all ranks.
+
+    Raises:
+        FormatError: a piece is malformed, or a file has the number of another rank.
+    """
+    chunks, kinds, begun = [], set(), 0
+    for _, item in sorted(held.items()):
         if not isinstance(item.value, ShardedTensorShard) or len(item.value.shape) != 1:
             raise FormatError(f"a flat parameter is not a vector: {printable(name)!r}")
         kinds.add((item.value.dtype, item.value.shape))
+        for _, box in item.value.parts:
+            if box.offsets[0] < begun:
+                raise FormatError(
+                    f"files of ranks have changed places: {printable(name)!r}",
+                    hint="moments would get the places of another rank: give the files their names",
+                )
+            begun = box.offsets[0]
         chunks += [
             Chunk(box, extent)
             for (_, box), extent in zip(item.value.parts, item.extents, strict=True)
@@ -215,12 +262,21 @@ def optimizers(raw: Raw, container: Path) -> list[Path]:
     return [root for root in roots if root[:-1] == container[:-1] or not container[:-1]]
 
 
+def leave_out(raw: Raw, root: Path, others: UnreadValues) -> None:
+    """Takes an optimizer out of the entries, because its numbers are not known."""
+    kind = "optimizer that numbers its parameters in an order of its own"
+    others[kind] += 1
+    others.foreign[root] = kind
+    for path in [p for p in raw if p[: len(root)] == root]:
+        del raw[path]
+
+
 def unfold_optimizer(
     raw: Raw,
     root: Path,
     owners: Sequence[tuple[Shapes, Mapping[str, int]]],
     is_local: bool,
-    others: Counter[str],
+    others: UnreadValues,
 ) -> dict[Path, TensorEntry]:
     """Takes an optimizer's vectors out of the entries; number n belongs to `owners[n]`.
 
@@ -239,10 +295,9 @@ def unfold_optimizer(
         if path[: len(root)] == root and path[-1] == "params" and path[-3:-2] == ("param_groups",)
     ]
     numbers = [n for path in lists for n in _numbers(raw[path])]
-    if numbers != list(range(len(owners))):  # several groups in an unknown order
-        others["optimizer that numbers its parameters in an order of its own"] += 1
-        for path in [p for p in raw if p[: len(root)] == root]:
-            del raw[path]
+    # torch numbers parameters group by group, so several groups hide the model's order
+    if len(lists) != 1 or numbers != list(range(len(owners))):
+        leave_out(raw, root, others)
         return {}
     result: dict[Path, TensorEntry] = {}
     for path in [

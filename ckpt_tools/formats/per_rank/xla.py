@@ -11,7 +11,6 @@ Source: torch_xla 2.9 `distributed/fsdp/xla_fully_sharded_data_parallel.py`, `st
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
@@ -27,6 +26,7 @@ from ckpt_tools.formats.per_rank.flat_param import (
     unfold_optimizer,
 )
 from ckpt_tools.formats.pickle.state import Path, TensorView
+from ckpt_tools.formats.torch_save import UnreadValues
 
 _METADATA, _MARK = "shard_metadata", "_fsdp_shard"
 _WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
@@ -39,7 +39,7 @@ def has_shards(raw: Raw) -> bool:
     return any(path[-2:] == (_METADATA, "world_size") for path in raw)
 
 
-def unfold_xla_shards(raw: Raw, num_ranks: int, others: Counter[str]) -> dict[Path, TensorEntry]:
+def unfold_xla_shards(raw: Raw, num_ranks: int, others: UnreadValues) -> dict[Path, TensorEntry]:
     """Takes shards, and the optimizer's state for them, out of the entries.
 
     Returns the parameters, by name.
