@@ -292,6 +292,185 @@ def test_files_of_two_saves_in_one_tag_are_refused(tmp_path: Path) -> None:
         ckpt_tools.verify(folder)
 
 
+def universal(folder: Path, change: Callable[[Path, Any], None] | None = None) -> Path:
+    """A universal checkpoint: parameters `a` and `b`, `c` tied to `a`, `f` frozen, `s` a buffer."""
+    shapes = [OrderedDict([("a", torch.Size([2, 3])), ("b", torch.Size([4]))])]
+    model = {
+        "module": {"s": torch.ones(1)},
+        "buffer_names": ["s"],
+        "param_shapes": shapes,
+        "shared_params": {"c": "a"},
+        "frozen_param_shapes": {"f": torch.Size([2])},
+        "frozen_param_fragments": {"f": torch.full((2,), 4.0)},
+        "global_steps": 3,
+        "lr_scheduler": {"last_epoch": 5},
+    }
+    for name, shape in shapes[0].items():
+        inner = folder / "zero" / name
+        inner.mkdir(parents=True)
+        for key in ("fp32", "exp_avg", "exp_avg_sq"):
+            torch.save({"param": torch.ones(shape)}, inner / f"{key}.pt")
+        torch.save(torch.tensor(3.0), inner / "step.pt")
+    if change:
+        change(folder, model)
+    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    return folder
+
+
+def test_all_of_a_universal_checkpoint_is_read(tmp_path: Path) -> None:
+    def change(folder: Path, model: Any) -> None:
+        for name, shape in (("a", (2, 3)), ("b", (4,))):
+            value = {"param": torch.ones(shape)}
+            torch.save(value, folder / "zero" / name / "momentum_buffer.pt")
+
+    catalog = ckpt_tools.inspect(universal(tmp_path / "u", change)).catalog
+    names = {"model.a", "model.b", "model.c", "model.f", "model.s"}
+    moments = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")
+    names |= {f"optimizer.state.{name}.{key}" for name in "ab" for key in moments}
+    assert catalog.tensors.keys() == names
+    assert {"global_steps", "lr_scheduler.last_epoch"} <= catalog.objects.keys()
+    ckpt_tools.merge(tmp_path / "u", tmp_path / "m.safetensors")
+    found = load_file(tmp_path / "m.safetensors")
+    assert found["f"].tolist() == [4.0, 4.0] and torch.equal(found["a"], found["c"])
+
+
+def no_folder(folder: Path, model: Any) -> None:
+    for path in (folder / "zero" / "b").iterdir():
+        path.unlink()
+    (folder / "zero" / "b").rmdir()
+
+
+def no_weight(folder: Path, model: Any) -> None:
+    (folder / "zero" / "b" / "fp32.pt").unlink()
+
+
+def no_moment(folder: Path, model: Any) -> None:
+    (folder / "zero" / "b" / "exp_avg.pt").unlink()
+
+
+def a_number(folder: Path, model: Any) -> None:
+    torch.save({"param": 3.0}, folder / "zero" / "b" / "fp32.pt")
+
+
+def also_a_buffer(folder: Path, model: Any) -> None:
+    model["buffer_names"].append("a")
+    model["module"]["a"] = torch.ones(2, 3)
+
+
+def another_part(folder: Path, model: Any) -> None:
+    torch.save(model, folder / "mp_rank_01_model_states.pt")
+
+
+def another_shape(folder: Path, model: Any) -> None:
+    other = copy.deepcopy(model)
+    other["param_shapes"][0]["a"] = torch.Size([3, 2])
+    torch.save(other, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [no_folder, no_weight, no_moment, a_number, also_a_buffer, another_part, another_shape],
+)
+def test_a_universal_checkpoint_lacks_nothing_or_is_refused(
+    change: Callable[[Path, Any], None], tmp_path: Path
+) -> None:
+    with pytest.raises((FormatError, CatalogError)):
+        ckpt_tools.inspect(universal(tmp_path / "u", change))
+
+
+def test_a_universal_checkpoint_without_states_of_a_model_is_one_line(
+    tmp_path: Path, ckpt: Run
+) -> None:
+    (universal(tmp_path / "u") / "mp_rank_00_model_states.pt").unlink()
+    (tmp_path / "u").rename(tmp_path / "tag")
+    (tmp_path / "latest").write_text("tag")
+    done = ckpt("inspect", tmp_path)
+    assert done.returncode == 12 and "Traceback" not in done.stderr
+
+
+# ---- bytes in another order, other models beside, ranks without their metadata -------------------
+
+
+def test_values_in_big_endian_order_are_refused(tmp_path: Path, ckpt: Run) -> None:
+    torch.save({"w": torch.arange(4.0)}, tmp_path / "le.pt")
+    with zipfile.ZipFile(tmp_path / "le.pt") as le, zipfile.ZipFile(tmp_path / "be.pt", "w") as be:
+        for entry in le.infolist():
+            data = le.read(entry)
+            data = b"big" if entry.filename.endswith("byteorder") else data
+            be.writestr(entry.filename, data)
+    for verb in ("inspect", "stats", "verify"):
+        done = ckpt(verb, tmp_path / "be.pt")
+        assert done.returncode in (11, 14) and "big-endian" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_no_other_model_takes_the_place_of_a_sealed_one(
+    what: str, tmp_path: Path, ckpt: Run
+) -> None:
+    save_file({"w": torch.ones(400)}, tmp_path / "m.safetensors")
+    sealed = tmp_path / "sealed"
+    ckpt_tools.merge(tmp_path / "m.safetensors", sealed, max_shard_bytes=1000)
+    other = {"model": {"w": torch.full((400,), 9.0)}}
+    if what == "folder":
+        dcp.save(other, checkpoint_id=sealed / "pytorch_model_fsdp_0", no_dist=True)
+    else:
+        torch.save(other["model"], sealed / "pytorch_model_fsdp.bin")
+    assert ckpt("verify", sealed).returncode == 1
+    for call in (
+        lambda: ckpt_tools.merge(sealed, tmp_path / "o.safetensors"),
+        lambda: ckpt_tools.load(sealed, {"w": torch.zeros(400)}),
+        lambda: ckpt_tools.stats(sealed, read_all=True),
+    ):
+        with pytest.raises(CheckpointError):
+            call()
+    assert not (tmp_path / "o.safetensors").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_metadata_of_every_rank_is_there(rank: int, tmp_path: Path) -> None:
+    (tmp_path / "all").mkdir()
+    for number in range(3):
+        own = {f"only{number}": torch.full((3,), float(number))}
+        dcp.save(own, checkpoint_id=tmp_path / "own", no_dist=True, use_collectives=False)
+        for path in (tmp_path / "own").iterdir():
+            name = path.name.replace("__0", f"__{number}", 1)
+            path.rename(tmp_path / "all" / name)
+    (tmp_path / "all" / f"__{rank}.metadata").unlink()
+    with pytest.raises(CheckpointError):
+        ckpt_tools.inspect(tmp_path / "all")
+
+
+def test_files_of_two_parts_have_no_name_in_common(tmp_path: Path) -> None:
+    one, two = {"model": {"w": torch.ones(2)}}, {"w": torch.full((2,), 2.0)}
+    ranks(tmp_path / "x", one, one)
+    ranks(tmp_path / "x", two, two, name="model_rank_{}.pt")
+    with pytest.raises(FormatError, match="two entries have one name"):
+        ckpt_tools.inspect(tmp_path / "x")
+    values = [{"w": torch.ones(2), "a": r, "a.rank_0": "keep"} for r in range(2)]
+    with pytest.raises(FormatError, match="two entries have one name"):
+        ckpt_tools.inspect(ranks(tmp_path / "y", *values))
+    mixed = ranks(tmp_path / "z", one, one, name="model_world_size_2_rank_{}.pt")
+    ranks(mixed, *[{"m": torch.ones(2)}] * 4, name="optim_world_size_4_rank_{}.pt")
+    with pytest.raises(CatalogError, match="different numbers of ranks"):
+        ckpt_tools.inspect(mixed)
+
+
+def test_equal_numbers_of_other_types_are_not_alike(tmp_path: Path) -> None:
+    values = [{"a": [1], "z": 0.0, "n": float("nan")}, {"a": [1.0], "z": -0.0, "n": float("nan")}]
+    with_tensor = [value | {"w": torch.ones(1)} for value in values]
+    objects = ckpt_tools.inspect(ranks(tmp_path / "x", *with_tensor)).catalog.objects
+    assert {"a.rank_0", "a.rank_1", "z.rank_0", "z.rank_1", "n"} == objects.keys()
+
+
+def test_two_models_in_one_folder_are_refused(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(400), "v": torch.ones(400)}, tmp_path / "m.safetensors")
+    ckpt_tools.merge(tmp_path / "m.safetensors", tmp_path / "hf", max_shard_bytes=1700)
+    next((tmp_path / "hf").glob("ckpt.manifest.*")).unlink()
+    save_file({"w": torch.zeros(400), "v": torch.zeros(400)}, tmp_path / "hf/model.safetensors")
+    with pytest.raises(FormatError, match="two models"):
+        ckpt_tools.inspect(tmp_path / "hf")
+
+
 # ---- XLA -----------------------------------------------------------------------------------------
 
 
@@ -326,6 +505,26 @@ def test_contradictions_of_xla_s_ranks_are_refused(tmp_path: Path) -> None:
             ckpt_tools.inspect(xla(tmp_path / change.__name__, change))
 
 
+def test_groups_hide_the_order_of_a_model(tmp_path: Path) -> None:
+    """torch numbers parameters group by group, so the numbers may mean anything."""
+
+    def state(rank: int) -> Any:
+        shard = {k: {"_orig_name": k, "_orig_size": torch.Size([4])} for k in "ab"}
+        told = {"shard_info": {"": {f"_fsdp_shard.{k}": v for k, v in shard.items()}}}
+        moments = {i: {"exp_avg": torch.full((2,), 100.0 * i + rank)} for i in (0, 1)}
+        groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1]}]
+        return {
+            "model": {f"_fsdp_shard.{k}": torch.full((2,), 1.0) for k in "ab"},
+            "shard_metadata": {**told, "flatten_info": {}, "world_size": 2, "rank": rank},
+            "optimizer": {"state": moments, "param_groups": groups},
+        }
+
+    source = ranks(tmp_path / "x", state(0), state(1))
+    result = ckpt_tools.convert(source, tmp_path / "o.pt", to="torch")
+    assert "numbers its parameters in an order of its own" in " ".join(result.notes)
+    assert "optimizer" not in torch.load(tmp_path / "o.pt")
+
+
 # ---- repetition, overlaps, ranks of adapters -----------------------------------------------------
 
 STATS = "import sys, ckpt_tools; ckpt_tools.stats(sys.argv[1])"
@@ -356,6 +555,25 @@ def test_arrays_of_an_npz_that_share_bytes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_bytes(data)
     with pytest.raises(FormatError):
         ckpt_tools.inspect(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize(
+    "config", [{"rank_pattern": p} for p in ({"(a+)+b": 8}, {"(": 8}, [1], "x")]
+)
+def test_patterns_of_ranks_are_checked(config: Any, tmp_path: Path, ckpt: Run) -> None:
+    name = "a" * 40
+    save_file({f"{name}.weight": torch.ones(3, 3)}, tmp_path / "b.safetensors")
+    (tmp_path / "ad").mkdir()
+    sides = {"A": torch.ones(1, 3), "B": torch.ones(3, 1)}
+    save_file(
+        {f"base_model.model.{name}.lora_{s}.weight": t for s, t in sides.items()},
+        tmp_path / "ad" / "adapter_model.safetensors",
+    )
+    whole = {"peft_type": "LORA", "r": 1, "lora_alpha": 4} | config
+    (tmp_path / "ad" / "adapter_config.json").write_text(json.dumps(whole))
+    words = ("merge", tmp_path / "b.safetensors", tmp_path / "o.safetensors")
+    done = ckpt(*words, "--lora", tmp_path / "ad")
+    assert done.returncode == 11 and "Traceback" not in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("r", [4, 0, {"rank_pattern": {"lin": 2}}])

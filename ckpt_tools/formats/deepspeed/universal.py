@@ -10,129 +10,119 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.catalog import Chunk, TensorEntry
 from ckpt_tools.core.plan import Literal, Slot, Target, Trailer
-from ckpt_tools.errors import FormatError, PlanError, printable
-from ckpt_tools.formats.base import Request, TargetTensor, below
-from ckpt_tools.formats.in_memory import InMemoryFile
-from ckpt_tools.formats.pickle.state import Malformed, Path, TensorView, is_value, shapes_of, want
+from ckpt_tools.errors import CatalogError, FormatError, PlanError, printable
+from ckpt_tools.formats.base import Request, TargetTensor
+from ckpt_tools.formats.pickle.state import Path, TensorView, is_value
 from ckpt_tools.formats.pickle.write import TensorRecord
 from ckpt_tools.formats.torch_save import (
     OpenedFile,
     UnreadValues,
-    describe_unknown,
-    name_of,
     read_leaves,
 )
 from ckpt_tools.formats.zip.write import Archive
 from ckpt_tools.storage import Store
 
-_NAMES = {"fp32": (), "step": ("step",), "exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",)}
+_WEIGHT = "fp32"
 
 
-def read_universal(store: Store, model_states: str) -> Catalog:
-    """Reads the directory that contains `zero/`; see `Format.read_catalog`.
+class Parameters(NamedTuple):
+    """The contents of `zero/`: tensors and values by path, and the bytes of each file."""
+
+    tensors: dict[Path, TensorEntry]
+    values: dict[Path, object]
+    sizes: dict[str, int]
+
+
+def read_parameters(
+    store: Store, tables: Sequence[Mapping[str, tuple[int, ...]]], others: UnreadValues
+) -> Parameters:
+    """Reads `zero/` of a directory.
 
     Args:
         store: the directory.
-        model_states: the file with the shapes and buffers.
+        tables: the shapes of the parameters of each group.
+        others: gets the values that are not read.
+
+    Raises:
+        CatalogError: a parameter, its weight, or a moment that others have, is missing.
+        FormatError: a file is malformed.
     """
-    others = UnreadValues()
-    opened = OpenedFile(store, model_states, store.size(model_states), others)
-    try:
-        tables = want(opened.root, "param_shapes", list)
-        shapes = {name: shape for table in tables for name, shape in shapes_of(table).items()}
-        buffers = want(opened.root, "buffer_names", list)
-        module = want(opened.root, "module", dict)
-    except Malformed as error:
-        raise FormatError(
-            f"not as DeepSpeed 0.19 writes it: {error} ({printable(model_states)})"
-        ) from error
-    tensors: dict[str, TensorEntry] = {}
-    paths: dict[str, Path] = {}
-    sizes = {model_states: store.size(model_states)}
-    for name, view in module.items():
-        if name in buffers and isinstance(view, TensorView):
-            fqn = name_of(("model", name))
-            tensors[fqn] = TensorEntry(
-                fqn, view.dtype, view.sizes, (Chunk(whole(view.sizes), opened.extent(view, name)),)
-            )
-            paths[fqn] = ("model", name)
+    shapes = {name: shape for table in tables for name, shape in table.items()}
+    found = Parameters({}, {}, {})
+    keys: dict[str, set[str]] = {}
     zero = store.enter("zero")
-    for name in zero.folders():
-        inner = zero.enter(name)
-        part = _read_parameter(inner, name, shapes, others)
-        inner.close()
-        part = below(below(part, name), "zero")
-        tensors = {**part.tensors, **tensors}
-        paths |= part.paths
-        sizes |= part.file_sizes
-    objects, made = _options(zero, tables, paths, others)
-    zero.close()
-    archives = tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items())
-    return Catalog(
-        "deepspeed",
-        tensors,
-        objects,
-        paths,
-        sizes,
-        extras={"deepspeed": "universal", **describe_unknown(others)},
-        archives=archives,
-        made=made.files,
-    )
+    try:
+        for name in zero.folders():
+            inner = zero.enter(name)
+            keys[name] = _read_parameter(inner, name, shapes, others, found)
+            inner.close()
+        expected = {_WEIGHT}.union(*(keys.get(name, ()) for name in shapes))
+        for name in shapes:
+            if missing := sorted(expected - keys.get(name, set())):
+                raise CatalogError(
+                    f"a parameter lacks {printable(missing[0])}.pt: {printable(name)!r}"
+                    f" ({printable(store.url)}/zero)",
+                    hint="copy the whole directory",
+                )
+        _read_options(zero, tables, found, others)
+    finally:
+        zero.close()
+    return found
 
 
 def _read_parameter(
-    store: Store, name: str, shapes: Mapping[str, tuple[int, ...]], others: UnreadValues
-) -> Catalog:
-    """Returns the contents of a parameter's folder."""
+    store: Store,
+    name: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    others: UnreadValues,
+    found: Parameters,
+) -> set[str]:
+    """Adds the contents of a parameter's folder, and returns its keys: `fp32`, `exp_avg`, …"""
     files = store.list_files()
-    tensors: dict[str, TensorEntry] = {}
-    paths: dict[str, Path] = {}
-    for stem, inner in _NAMES.items():
-        if f"{stem}.pt" not in files:
-            continue
-        path: Path = ("optimizer", "state", name, *inner) if inner else ("model", name)
-        for where, value, extents in read_leaves(store, f"{stem}.pt", files[f"{stem}.pt"], others):
-            if not isinstance(value, TensorView) or where not in ((), ("param",)):
-                continue
-            shape = value.sizes if where or stem == "step" else shapes.get(name, value.sizes)
+    keys = {file.removesuffix(".pt") for file in files if file.endswith(".pt")}
+    for key in sorted(keys):
+        file, where = f"{key}.pt", f"{printable(name)!r}, {printable(key)}.pt"
+        path: Path = ("model", name) if key == _WEIGHT else ("optimizer", "state", name, key)
+        mine, tensors = UnreadValues(), 0
+        for inner, value, extents in read_leaves(store, file, files[file], mine):
+            if inner not in ((), ("param",)) or not isinstance(value, TensorView):
+                continue  # such as cat_dim, which says how DeepSpeed cuts the tensor
+            shape = value.sizes if inner or key == "step" else shapes.get(name, value.sizes)
             if math.prod(shape) != math.prod(value.sizes) or extents[0].strides:
                 raise FormatError(
-                    "a parameter has another number of elements than its shape:"
-                    f" {printable(name)!r} ({stem}.pt)"
+                    f"a parameter has another number of elements than its shape: ({where})"
                 )
-            fqn = name_of(path)
-            tensors[fqn], paths[fqn] = (
-                TensorEntry(fqn, value.dtype, shape, (Chunk(whole(shape), extents[0]),)),
-                path,
+            extent = extents[0]._replace(file=f"zero/{name}/{extents[0].file}")
+            found.tensors[path] = TensorEntry(
+                "", value.dtype, shape, (Chunk(whole(shape), extent),)
             )
-    return Catalog(
-        "",
-        tensors,
-        {},
-        paths,
-        {n: size for n, size in files.items() if n.removesuffix(".pt") in _NAMES},
-    )
+            tensors += 1
+        if tensors != 1 and not mine.tensors:
+            raise FormatError(f"expected one tensor, got {tensors} ({where})")
+        others.update(mine)
+        others.tensors |= dict.fromkeys([path] if mine.tensors else (), *mine.tensors.values())
+        found.sizes[f"zero/{name}/{file}"] = files[file]
+    return keys
 
 
-def _options(
+def _read_options(
     store: Store,
     tables: Sequence[Mapping[str, object]],
-    paths: dict[str, Path],
+    found: Parameters,
     others: UnreadValues,
-) -> tuple[dict[str, BytesEntry], InMemoryFile]:
-    """Returns the options of the optimizer's groups, if they were stored.
+) -> None:
+    """Adds the options of the optimizer's groups, if they were stored.
 
     The shapes are listed by group, so they show which parameters each group has.
     """
-    made, objects = InMemoryFile(), dict[str, BytesEntry]()
     files = store.list_files()
     if "optimizer_state.pt" not in files:
-        return objects, made
+        return
     root = OpenedFile(store, "optimizer_state.pt", files["optimizer_state.pt"], others).root
     groups = root.get("param_groups") if isinstance(root, dict) else None
     if (
@@ -140,16 +130,14 @@ def _options(
         or len(groups) != len(tables)
         or not all(isinstance(group, dict) for group in groups)
     ):
-        return objects, made
+        kind = "options of groups that do not fit the parameters"
+        others[kind] += 1
+        others.foreign["optimizer", "param_groups"] = kind
+        return
     for number, (group, table) in enumerate(zip(groups, tables, strict=True)):
         for key, value in {**group, "params": list(table)}.items():
-            path: Path = ("optimizer", "param_groups", number, str(key))
             if is_value(value):
-                objects[name_of(path)], paths[name_of(path)] = (
-                    made.value(name_of(path), value),
-                    path,
-                )
-    return objects, made
+                found.values["optimizer", "param_groups", number, str(key)] = value
 
 
 # ---- writing -------------------------------------------------------------------------------------

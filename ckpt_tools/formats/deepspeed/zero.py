@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from ckpt_tools.core.box import flat_range_boxes, whole
@@ -148,36 +149,17 @@ class FlatVectors:
 def _read_folder(store: Store) -> Catalog:
     files = store.list_files()
     if "zero" in store.folders() and not any(map(_OPTIM_STATES.fullmatch, files)):
-        return deepspeed_universal.read_universal(
-            store, next(name for name in files if MODEL_STATES.fullmatch(name))
-        )
+        return _read_universal(store, files)
     others = UnreadValues()
     models = _by_rank(files, MODEL_STATES)
     optims = _by_rank(files, _OPTIM_STATES)
     names = [*models.values(), *optims.values()]
-    if not models:
-        raise CatalogError(
-            f"the model's states are missing: mp_rank_00_model_states.pt ({printable(store.url)})"
-        )
-    opened = {name: OpenedFile(store, name, files[name], others) for name in names}
+    opened = _open_all(store, files, models, names, others)
     builder = _Builder(
         [opened[n] for n in models.values()], [opened[n] for n in optims.values()], others
     )
-    try:
+    with _as_written(store):
         builder.build()
-    except (
-        Malformed,
-        TypeError,
-        KeyError,
-        IndexError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-    ) as error:
-        what = printable(str(error)) or type(error).__name__
-        raise FormatError(
-            f"not as DeepSpeed 0.19 writes it: {what} ({printable(store.url)})"
-        ) from error
     sizes = {name: files[name] for name in names}
     ranks = {name: rank for table in (models, optims) for rank, name in table.items()}
     return Catalog(
@@ -194,6 +176,73 @@ def _read_folder(store: Store) -> Catalog:
         unread=others.unread,
         unknown=others.unknown,
     )
+
+
+def _read_universal(store: Store, files: Mapping[str, int]) -> Catalog:
+    """Reads a directory with one folder per parameter, and the model's states."""
+    others = UnreadValues()
+    # the states of rank 0 may be there under the names of stages 1, 2 and 3
+    every = sorted(name for name in files if MODEL_STATES.fullmatch(name))
+    has_first = any(not name.startswith("zero_pp") for name in every)
+    second = [name for name in every if has_first and name.startswith("zero_pp_rank_0_")]
+    models = _by_rank({name: 0 for name in every if name not in second}, MODEL_STATES)
+    opened = _open_all(store, files, models, [*models.values(), *second], others)
+    with _as_written(store):
+        _Builder(list(opened.values()), [], UnreadValues()).check_ranks()
+        builder = _Builder([opened[name] for name in models.values()], [], others)
+        sizes = builder.build_universal(store)
+    sizes |= {name: files[name] for name in opened}
+    return Catalog(
+        NAME,
+        builder.tensors,
+        builder.objects,
+        builder.paths,
+        sizes,
+        extras={"deepspeed": "universal", **describe_unknown(others)},
+        archives=tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()),
+        made=builder.made.files,
+        unread=others.unread,
+        unknown=others.unknown,
+    )
+
+
+def _open_all(
+    store: Store,
+    files: Mapping[str, int],
+    models: Mapping[int, str],
+    names: Iterable[str],
+    others: UnreadValues,
+) -> dict[str, OpenedFile]:
+    """Opens files of ranks by name.
+
+    Raises:
+        CatalogError: there are no states of the model among them.
+    """
+    if not models:
+        raise CatalogError(
+            f"the model's states are missing: mp_rank_00_model_states.pt ({printable(store.url)})"
+        )
+    return {name: OpenedFile(store, name, files[name], others) for name in names}
+
+
+@contextmanager
+def _as_written(store: Store) -> Iterator[None]:
+    """Names the directory in an error about values that DeepSpeed would not write."""
+    try:
+        yield
+    except (
+        Malformed,
+        TypeError,
+        KeyError,
+        IndexError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
+        what = printable(str(error)) or type(error).__name__
+        raise FormatError(
+            f"not as DeepSpeed 0.19 writes it: {what} ({printable(store.url)})"
+        ) from error
 
 
 def _by_rank(files: Mapping[str, int], pattern: re.Pattern[str]) -> dict[int, str]:
@@ -248,7 +297,7 @@ class _Builder:
             else []
         )
         self.groups = groups
-        self._check_ranks()
+        self.check_ranks()
         frozen = shapes_of(first.get("frozen_param_shapes") or {})
         if not self.optims:  # only 16-bit weights
             self._module("model", lambda _: True)
@@ -256,7 +305,7 @@ class _Builder:
         else:
             self._optimizer(groups)
             self._frozen(frozen)
-            self._module("model", lambda name: name in want(first, "buffer_names", list))
+            self._module("model", set(want(first, "buffer_names", list)).__contains__)
         if self.optims and self.stage <= 2:
             self._module(
                 "model",
@@ -269,6 +318,25 @@ class _Builder:
             self._module("bit16", lambda name: f"model.{name}" in self.tensors)
         self._tie()
         self._values(first)
+
+    def build_universal(self, store: Store) -> dict[str, int]:
+        """Adds the contents of a universal checkpoint; returns the bytes of its files."""
+        first = self.models[0].root
+        self.check_ranks()
+        tables = [shapes_of(shapes) for shapes in want(first, "param_shapes", list)]
+        names = [name for table in tables for name in table]
+        if len(set(names)) < len(names):
+            raise Malformed("two parameters have one name")
+        found = deepspeed_universal.read_parameters(store, tables, self.others)
+        for path, entry in found.tensors.items():
+            self.add(path, entry)
+        for path, value in found.values.items():
+            self.value(path, value)
+        self._frozen(shapes_of(first.get("frozen_param_shapes") or {}))
+        self._module("model", set(want(first, "buffer_names", list)).__contains__)
+        self._tie()
+        self._values(first)
+        return found.sizes
 
     def add(self, path: Path, entry: TensorEntry) -> None:
         """Adds a tensor under its path.
@@ -287,7 +355,7 @@ class _Builder:
         self.objects[name_of(path)] = self.made.value(name_of(path), value)
         self.paths[name_of(path)] = path
 
-    def _check_ranks(self) -> None:
+    def check_ranks(self) -> None:
         """Refuses files of different saves.
 
         Raises:
@@ -347,14 +415,15 @@ class _Builder:
         """Adds tied parameters, with the chunks of the parameters that they share."""
         shared = self._shared()
         for name in shared:
-            other, seen = name, set[str]()
-            while other in shared and other not in seen:  # a tied parameter may be tied in turn
-                seen.add(other)
+            other, chain = name, dict[str, None]()
+            # a tied parameter may be tied in turn
+            while f"model.{other}" not in self.tensors and other in shared and other not in chain:
+                chain[other] = None
                 other = shared[other]
             if f"model.{other}" not in self.tensors:
                 raise Malformed(f"{name} is tied to {other}, which is not there")
-            if f"model.{name}" not in self.tensors:
-                self.add(("model", name), self.tensors[f"model.{other}"])
+            for tied in chain:
+                self.add(("model", tied), self.tensors[f"model.{other}"])
 
     # ---- weights and moments ---------------------------------------------------------------------
 
