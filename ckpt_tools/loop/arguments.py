@@ -7,7 +7,7 @@ import operator
 import os
 from collections.abc import Callable
 
-from ckpt_tools.loop.steps.policy import Retention
+from ckpt_tools.loop.steps.policy import Retention, check_rules
 from ckpt_tools.publish.steps import STEP_FORMATS, number_in
 from ckpt_tools.storage import check_url, is_url
 
@@ -63,9 +63,19 @@ def chosen_rules(
     """
     if retention is None:
         return Retention(keep_last, keep_every)
+    check_rules(retention)
     if keep_last != Retention().last or keep_every is not None:
-        raise ValueError("retention: it has the places of keep_last and keep_every; give only one")
+        raise ValueError(
+            "retention replaces keep_last and keep_every: give only one, Retention(last=…, every=…)"
+        )
     return retention
+
+
+def _check_keep_last(keep_last: int | None) -> None:
+    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+        raise ValueError(
+            f"keep_last: expected at least 1, or None to keep all steps, got {keep_last!r}"
+        )
 
 
 def check_manager(
@@ -85,7 +95,7 @@ def check_manager(
         raise ValueError(
             f"mirror: expected a URL, and a root on a disk; got {mirror!r} and {str(root)!r}"
         )
-    Retention(keep_last)
+    _check_keep_last(keep_last)
     for name, value in numbers.items():
         least = 0 if name in ("timeout_s", "retry_s", "save_every_s") else 1
         is_number = type(value) is int or (least == 0 and type(value) is float)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.errors import NotACheckpointError, PlanError, printable
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.operations.run_bytes import WEIGHTS, state_kind
+from ckpt_tools.operations.run_bytes import WEIGHTS, optimizers_in, state_kind
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import Step, damage, list_steps
 from ckpt_tools.transfer.options import Path_
@@ -141,9 +141,10 @@ def _large_updates(steps: Sequence[Step], jump: float) -> Iterator[RunProblem]:
     """
     changes: dict[str, list[tuple[int, float]]] = {}
     for before, step in pairwise(steps):
+        optimizers = optimizers_in(step.manifest)
         for name, tensor in step.manifest.tensors.items() if step.manifest else ():
             change = tensor.statistics.change_rms if tensor.statistics else None
-            if change is not None and state_kind(name) == WEIGHTS:
+            if change is not None and state_kind(name, optimizers) == WEIGHTS:
                 distance = max(1, step.number - before.number)
                 changes.setdefault(name, []).append((step.number, change / distance))
     newest = {step.number for step in steps[-_NEWEST:]}

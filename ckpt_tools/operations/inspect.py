@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckpt_tools.core.catalog import Catalog, key_path, nbytes_by_file
+from ckpt_tools.core.catalog import Catalog, find_optimizers, key_path, nbytes_by_file
 from ckpt_tools.errors import printable, redacted
 from ckpt_tools.formats.registry import Source, open_source, suffix_of
 from ckpt_tools.operations.arguments import checked
@@ -98,12 +98,15 @@ def inspect(
     by_dtype: dict[str, Total] = {}
     by_key: dict[str, Total] = {}
     states: dict[str, Total] = {}
+    roots = find_optimizers(catalog)
     for fqn, entry in catalog.tensors.items():
         _add(by_dtype, entry.dtype.name, 1, 0, entry.nbytes)
         path = key_path(catalog, fqn)
         _add(by_key, path[0], 1, 0, entry.nbytes)
         name, _, key = fqn.rpartition(".")
-        if _OPTIMIZER.search(name):
+        if any(path[: len(root)] == root and path[len(root)] == "state" for root in roots) or (
+            _OPTIMIZER.search(name)
+        ):
             first = _KEY_FIRST.search(fqn)
             _add(states, first[1] if first else key, 1, 0, entry.nbytes)
     for fqn, item in catalog.objects.items():

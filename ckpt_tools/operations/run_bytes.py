@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,26 @@ _STATE = re.compile(r"(?:^|\.)optim(?:izer)?s?(?:_\d+)?\.state\..+\.([^.]+)$")
 WEIGHTS, OTHER = "weights", "other"
 
 
-def state_kind(fqn: str) -> str:
-    """Returns `weights`, the name of an optimizer's state such as `exp_avg`, or `other`."""
+def optimizers_in(manifest: Manifest | None) -> frozenset[str]:
+    """Returns the names of the optimizers of a checkpoint, whatever they are called.
+
+    An optimizer has objects below `param_groups`. Older manifests do not list objects.
+    """
+    names = manifest.objects if manifest is not None else ()
+    return frozenset(
+        name.partition(".param_groups.")[0] for name in names if ".param_groups." in name
+    )
+
+
+def state_kind(fqn: str, optimizers: Collection[str] = ()) -> str:
+    """Returns `weights`, the name of an optimizer's state such as `exp_avg`, or `other`.
+
+    Args:
+        fqn: of a tensor.
+        optimizers: names of the optimizers, as far as they are known.
+    """
+    if any(fqn.startswith(f"{optimizer}.state.") for optimizer in optimizers):
+        return fqn.rpartition(".")[2]
     if match := _STATE.search(fqn):
         return match[1]
     return OTHER if is_other_state(fqn.partition(".")[0]) else WEIGHTS
@@ -31,8 +49,10 @@ def state_kind(fqn: str) -> str:
 def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
     """Returns the bytes of a checkpoint's tensors by kind."""
     found: dict[str, int] = {}
+    optimizers = optimizers_in(manifest)
     for fqn, tensor in manifest.tensors.items():
-        found[state_kind(fqn)] = found.get(state_kind(fqn), 0) + nbytes_of(tensor)
+        kind = state_kind(fqn, optimizers)
+        found[kind] = found.get(kind, 0) + nbytes_of(tensor)
     return found
 
 

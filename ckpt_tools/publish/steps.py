@@ -55,6 +55,10 @@ class Step:
     is_pinned: bool = False
     twin: str = ""
 
+    def __fspath__(self) -> str:
+        """Returns the path or URL, so that a step may be given where a checkpoint is expected."""
+        return str(self.path)
+
     @property
     def name(self) -> str:
         """Returns the last segment of the path."""

@@ -435,7 +435,7 @@ NO_FLAGS = ["-e", "inject=renameat2:error=EINVAL"]  # as NFS answers
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 @pytest.mark.parametrize("fault", ["signal=SIGKILL", "error=EIO"])
-@pytest.mark.parametrize(("verb", "call"), [("reshard", "rename"), ("merge", "link")])
+@pytest.mark.parametrize(("verb", "call"), [("reshard", "rename"), ("merge", "linkat")])
 def test_where_names_cannot_be_exchanged_in_one_step(
     verb: str, call: str, fault: str, tmp_path: Path
 ) -> None:

@@ -332,7 +332,9 @@ class _Builder:
             self.add(path, entry)
         for path, value in found.values.items():
             self.value(path, value)
-        self._frozen(shapes_of(first.get("frozen_param_shapes") or {}))
+        frozen = shapes_of(first.get("frozen_param_shapes") or {})
+        # ds_to_universal.py gives some of them folders of their own
+        self._frozen({n: s for n, s in frozen.items() if f"model.{n}" not in self.tensors})
         self._module("model", set(want(first, "buffer_names", list)).__contains__)
         self._tie()
         self._values(first)

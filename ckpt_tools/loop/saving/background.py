@@ -339,6 +339,8 @@ class BackgroundWriter:
                 log.warning("%s stays: %s", printable(name), reason)
         except (CheckpointError, OSError) as error:
             log.warning("could not remove %s: %s", printable(name), with_hint(error))
+        except Exception:  # noqa: BLE001  # nobody waits for this thread
+            log.exception("could not remove %s", printable(name))
 
     def _check_lock(self) -> None:
         if self.lock is not None:
@@ -362,7 +364,13 @@ class BackgroundWriter:
         self._background().submit(self._retain)
 
     def _retain(self) -> None:
-        """Removes old steps. A failure is only a warning, since the save is committed."""
+        """Removes old steps. A failure is only logged, since the save is committed."""
+        try:
+            self._remove_old_steps()
+        except Exception:  # noqa: BLE001  # of a rule, for example
+            log.exception("could not remove old steps")
+
+    def _remove_old_steps(self) -> None:
         kept = [
             *([self.resumed] if self.resumed else []),
             *([self.last_save.path] if self.last_save else []),

@@ -338,8 +338,8 @@ def _check_nesting(value: Any, path: Key, above: tuple[int, ...]) -> None:
         return
     if len(above) > MAX_DEPTH or id(value) in above:
         raise PlanError(
-            f"cannot save {shown(path[:4])}: it is nested more than {MAX_DEPTH} deep, or contains"
-            " itself"
+            f"cannot save or load {shown(path[:4])}: it is nested more than {MAX_DEPTH} deep, or"
+            " contains itself"
         )
     if not has_only_scalars(value):
         for key, item in _items(value):
@@ -453,8 +453,8 @@ class _Exporter:
         for key, item in _items(value):
             if isinstance(value, tuple) and is_plain(item):
                 raise PlanError(
-                    f"cannot load into {shown((*path, key))}: a plain value within a tuple cannot"
-                    " be replaced",
+                    f"cannot save or load {shown((*path, key))}: a plain value within a tuple"
+                    " cannot be replaced",
                     hint="use a list, or a dict",
                 )
             self.visit(item, (*path, key))
@@ -467,8 +467,8 @@ class _Exporter:
         elif has_state(value):
             if not hasattr(value, "load_state_dict"):
                 raise PlanError(
-                    f"cannot load into {shown(path)}: {type(value).__name__} has state_dict, and no"
-                    " load_state_dict"
+                    f"cannot save or load {shown(path)}: {type(value).__name__} has state_dict, and"
+                    " no load_state_dict"
                 )
             with calling("state_dict", value, path):
                 exported = value.state_dict()

@@ -49,9 +49,9 @@ class Retention:
         for name in ("last", "every", "best", "full"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                shown = "keep_last" if name == "last" else name
                 raise ValueError(
-                    f"{shown}: expected at least 1, or None to keep all steps, got {value!r}"
+                    f"{name}: expected a whole number of at least 1, or None for no such rule,"
+                    f" got {value!r}"
                 )
         for name in ("every_s", "younger_s"):
             value = getattr(self, name)
@@ -91,6 +91,18 @@ class Retention:
                 yield step, f"the best {self.best} by {self.metric} ({value:g})"
 
 
+def check_rules(rules: object) -> None:
+    """Refuses what is no `Retention`.
+
+    Raises:
+        TypeError: it is, for example, a number.
+    """
+    if not isinstance(rules, Retention):
+        raise TypeError(
+            f"retention: expected a Retention, such as Retention(last=3), got {rules!r}"
+        )
+
+
 def format_period(seconds: float) -> str:
     """Returns a number of seconds for people: `6 h`."""
     for size, unit in _UNITS:
@@ -118,6 +130,11 @@ def ranked(steps: Iterable[Step], metric: str, higher_is_better: bool) -> list[S
         if step.is_finite is not False and not math.isnan(metric_of(step, metric))
     ]
     return sorted(with_it, key=lambda step: (sign * metric_of(step, metric), -step.number))
+
+
+def has_metric(root: RunRoot, metric: str) -> bool:
+    """Tells whether a step of a run was saved with a metric of this name."""
+    return any(step.manifest and metric in step.manifest.metrics for step in list_steps(root))
 
 
 def refuse_unknown_metric(root: RunRoot, metric: str) -> list[Step]:

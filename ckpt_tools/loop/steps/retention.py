@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
-from ckpt_tools.loop.steps.policy import Retention
+from ckpt_tools.loop.steps.policy import Retention, has_metric
 from ckpt_tools.operations.thin import thin_steps
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.run_root import RunRoot
@@ -165,6 +165,12 @@ def retain(
         told: messages that were logged before and are not repeated.
     """
     try:
+        if rules.metric and not has_metric(root, rules.metric):
+            text = f"no step has the metric {printable(rules.metric)!r}: none is removed"
+            if text not in told:
+                log.warning("%s", text)
+                told.add(text)
+            return True
         result = prune_steps(root, rules, kept, reads=False, passed=passed)
     except (CheckpointError, OSError) as error:
         log.warning("could not remove old steps: %s", error)

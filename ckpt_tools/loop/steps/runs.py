@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tools.errors import PlanError
-from ckpt_tools.loop.steps.policy import Retention
+from ckpt_tools.loop.steps.policy import Retention, check_rules, refuse_unknown_metric
 from ckpt_tools.loop.steps.retention import Pruned, prune_steps
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish import steps as run_steps
@@ -77,7 +77,7 @@ def prune(
 
     Raises:
         NotACheckpointError: there is no such directory.
-        PlanError: a number is less than 1.
+        PlanError: a number is less than 1, or no step has the metric of the rules.
         StorageError: the directory cannot be read.
     """
     if (keep_last is None) == (retention is None) or (retention and keep_every is not None):
@@ -86,4 +86,13 @@ def prune(
         if value is not None and (type(value) is not int or value < 1):
             raise PlanError(f"{name}: expected a whole number of at least 1, got {value!r}")
     rules = Retention(keep_last, keep_every) if retention is None else retention
-    return prune_steps(open_root(root, storage_options), rules, dry_run=dry_run, reads=verify)
+    check_rules(rules)
+    if rules.full is not None:
+        raise PlanError(
+            "full is for steps that are thinned, and prune only removes steps",
+            hint="call ckpt_tools.thin(root, keep_full=…)",
+        )
+    where = open_root(root, storage_options)
+    if rules.metric is not None:
+        refuse_unknown_metric(where, rules.metric)
+    return prune_steps(where, rules, dry_run=dry_run, reads=verify)

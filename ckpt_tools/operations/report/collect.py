@@ -13,7 +13,7 @@ from ckpt_tools.formats.registry import open_source
 from ckpt_tools.operations.convert.flat_shapes import lay_beside
 from ckpt_tools.operations.diff import diff
 from ckpt_tools.operations.inspect import inspect
-from ckpt_tools.operations.run_bytes import WEIGHTS, du, nbytes_of, state_kind
+from ckpt_tools.operations.run_bytes import WEIGHTS, du, nbytes_of, optimizers_in, state_kind
 from ckpt_tools.operations.stats import sealed_statistics, stats
 from ckpt_tools.operations.verify import verify
 from ckpt_tools.publish.destinations import open_root
@@ -254,9 +254,11 @@ def _tensor(
 def _drift(step: Step) -> float | None:
     """Returns the norm of the change of the weights since the step before, by their norm."""
     change = norm = 0.0
+    optimizers = optimizers_in(step.manifest)
     for fqn, tensor in step.manifest.tensors.items() if step.manifest else ():
         found = tensor.statistics
-        if found is not None and found.change_rms is not None and state_kind(fqn) == WEIGHTS:
+        is_weight = state_kind(fqn, optimizers) == WEIGHTS
+        if found is not None and found.change_rms is not None and is_weight:
             change += found.change_rms * found.change_rms * found.numel  # ** would raise
             norm += found.rms * found.rms * found.numel
     return _number(math.sqrt(change / norm)) if norm else None
