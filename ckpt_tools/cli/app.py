@@ -31,7 +31,7 @@ from ckpt_tools.cli.process import (
     report_ignored,
     terminated,
 )
-from ckpt_tools.errors import CheckpointError, PlanError, printable
+from ckpt_tools.errors import CheckpointError, PlanError, printable, redacted
 from ckpt_tools.ranks.base import Group, is_launched
 from ckpt_tools.version import __version__
 
@@ -45,8 +45,10 @@ class _Commands(typer.core.TyperGroup):
             sys.stdout.flush()  # flush here: an error can still set the exit status
             return result
         except click.UsageError as error:
-            print_json(error.format_message(), None, error.exit_code, "UsageError")
-            raise
+            # an argument may be a URL with a password
+            message = redacted(error.format_message())
+            print_json(message, None, error.exit_code, "UsageError")
+            raise click.UsageError(message, error.ctx) from None
         except BrokenPipeError:  # the reader of the pipe has ended; click would exit with 1
             drop_output()
             raise SystemExit(128 + signal.SIGPIPE) from None

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.catalog import key_path
-from ckpt_tools.errors import printable
+from ckpt_tools.errors import printable, redacted
 
 if TYPE_CHECKING:
     from ckpt_tools.loop.steps.retention import Pruned
@@ -455,7 +455,7 @@ def show_pruned(result: Pruned, leftovers: Sequence[str], is_dry_run: bool) -> N
     """Prints the steps that a prune removed (or would remove), and those that it kept."""
     verb = "would remove" if is_dry_run else "removed"
     for step in result.removed:
-        print(f"{verb} {printable(str(step.path))}  {format_size(step.nbytes)}")
+        print(f"{verb} {printable(redacted(str(step.path)))}  {format_size(step.nbytes)}")
     for path, reason in result.kept.items():
         print(f"kept {printable(path)}: {reason}")
     for path, rules in result.policies.items() if is_dry_run else ():
@@ -506,7 +506,7 @@ def step_as_json(step: Step) -> dict[str, Any]:
     """Returns a step as plain values."""
     return {
         "step": step.number,
-        "path": str(step.path),
+        "path": redacted(str(step.path)),
         "nbytes": step.nbytes,
         "is_complete": not step.problem,
         "problem": step.problem,

@@ -16,7 +16,7 @@ from ckpt_tools.cli.options import (
     parse_period,
     parse_storage_options,
 )
-from ckpt_tools.errors import NotACheckpointError, StorageError, printable
+from ckpt_tools.errors import NotACheckpointError, StorageError, printable, redacted
 
 Metric = Annotated[
     str | None,
@@ -95,7 +95,7 @@ def latest(
         print(f"passed over {printable(str(path))}: {reason}", file=sys.stderr)
     if found.step is None:
         raise NotACheckpointError(f"no complete step in {printable(root)}")
-    print(found.step.path)
+    print(redacted(str(found.step.path)))
 
 
 def prune(
@@ -182,10 +182,10 @@ def prune(
     """Remove old steps of a run, and unfinished work of dead jobs.
 
     Unfinished work is directories, objects without an index, and uploads. The newest complete step,
-    incomplete steps, steps of other tools, and all other files in ROOT stay. A step also stays if
-    it is pinned, if a link in ROOT leads to it, or if it holds files that no save wrote. The output
-    lists such steps. So does the newest step without known NaN. With --dry-run, each other step
-    that stays is listed with its rule. Exit status 15 if a step cannot be removed; the others are
+    the newest step without known NaN, incomplete steps, steps of other tools, and all other files
+    in ROOT stay. A step also stays if it is pinned, if a link in ROOT leads to it, or if it holds
+    files that no save wrote. The output lists these last ones. With --dry-run, each other step that
+    stays is listed with its rule. Exit status 15 if a step cannot be removed; the others are
     removed.
     """
     from ckpt_tools.cli import render
