@@ -328,14 +328,17 @@ class _Builder:
         if len(set(names)) < len(names):
             raise Malformed("two parameters have one name")
         found = deepspeed_universal.read_parameters(store, tables, self.others)
+        # ds_to_universal.py gives folders to buffers and frozen parameters, too
+        buffers = set(want(first, "buffer_names", list))
+        copies = {("model", name) for name in buffers.difference(names)}
         for path, entry in found.tensors.items():
-            self.add(path, entry)
+            if path not in copies:
+                self.add(path, entry)
         for path, value in found.values.items():
             self.value(path, value)
         frozen = shapes_of(first.get("frozen_param_shapes") or {})
-        # ds_to_universal.py gives some of them folders of their own
         self._frozen({n: s for n, s in frozen.items() if f"model.{n}" not in self.tensors})
-        self._module("model", set(want(first, "buffer_names", list)).__contains__)
+        self._module("model", buffers.__contains__)
         self._tie()
         self._values(first)
         return found.sizes
