@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -399,3 +400,60 @@ def test_copies_of_a_step_do_not_count_for_others(run: Path, tmp_path: Path) -> 
         assert checkpoints.resume(state) == 30 and state["w"][5] == 5
         checkpoints.save(40, state)
     assert everything < {p.name for p in run.iterdir()}
+
+
+def test_a_rule_that_fails_is_told_and_the_job_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Retention):
+        def reasons(self, steps: Any, now: Any) -> dict[str, str]:
+            raise KeyError("of a user")
+
+    with CheckpointManager(tmp_path, retention=Broken(last=1)) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"w": torch.ones(3)}, asynchronous=False)
+    assert "could not remove old steps" in caplog.text and "of a user" in caplog.text
+    assert len(list(tmp_path.glob("step-*"))) == 3
+
+
+def test_what_is_no_retention_is_refused(tmp_path: Path) -> None:
+    rules: Any = 2
+    with pytest.raises(TypeError, match="expected a Retention"):
+        CheckpointManager(tmp_path, retention=rules)
+    with pytest.raises(TypeError, match="expected a Retention"):
+        ckpt_tools.prune(tmp_path, retention=rules)
+    with pytest.raises(ckpt_tools.PlanError, match=r"ckpt_tools\.thin|thinned"):
+        ckpt_tools.prune(tmp_path, retention=Retention(4, full=1))
+
+
+def test_a_misspelt_metric_removes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rules = Retention(1, best=2, metric="los")
+    with CheckpointManager(tmp_path, retention=rules) as checkpoints:
+        for step in (1, 2, 3, 4):
+            metrics = {"loss": float(step)}
+            checkpoints.save(step, {"w": torch.ones(3)}, metrics=metrics, asynchronous=False)
+    assert caplog.text.count("no step has the metric 'los'") == 1
+    assert len(list(tmp_path.glob("step-*"))) == 4
+    with pytest.raises(ckpt_tools.PlanError, match="named 'los'"):
+        ckpt_tools.prune(tmp_path, retention=rules)
+    pruned = ckpt_tools.prune(tmp_path, retention=Retention(1, best=2, metric="loss"))
+    assert [step.number for step in pruned.removed] == [3]
+
+
+def test_an_optimizer_of_any_name_is_one(tmp_path: Path) -> None:
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with CheckpointManager(tmp_path, asynchronous=False) as checkpoints:
+        for step in (1, 2):
+            model(torch.ones(8)).sum().backward()
+            optimizer.step()
+            checkpoints.save(step, {"net": model, "opt": optimizer})
+    first, second = ckpt_tools.du(tmp_path)
+    assert first.optimizer == second.optimizer and first.optimizer >= 2 * first.model > 0
+    assert first.reclaimable and not second.reclaimable
+    step = ckpt_tools.latest(tmp_path)
+    assert step is not None
+    assert {"exp_avg", "exp_avg_sq"} <= ckpt_tools.inspect(step).optimizer_states.keys()
+    assert os.fspath(step).endswith("step-00000002")
