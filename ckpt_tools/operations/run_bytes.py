@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,8 +117,3 @@ def _of_step(step: Step, is_newest: bool) -> StepBytes:
     other = max(0, step.nbytes - model - optimizer)
     spare = 0 if is_newest or step.is_pinned else optimizer + kinds.get(OTHER, 0)
     return StepBytes(step, kinds, model, optimizer, other, spare, "ckpt thin" if spare else "")
-
-
-def total_of(found: Sequence[StepBytes], name: str) -> int:
-    """Returns the sum of a field over steps."""
-    return sum(getattr(one, name) for one in found)

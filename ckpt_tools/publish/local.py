@@ -1,9 +1,9 @@
 """Making a result visible at one instant: staging, the order of fsyncs, one rename.
 
-Data and manifest are written under the name of one attempt and made durable; then one rename
-publishes them, and never into something that exists. With `overwrite` the old result stays in place
-until the new one is complete, and the two change places in one step; where a filesystem cannot do
-that, the old one stands aside for a moment, and comes back if the process dies in it.
+Data and manifest are written under the name of one attempt and made durable. Then one rename
+publishes them. It never replaces anything. With `overwrite`, the old result stays until the new one
+is complete. Then the two change places in one step. If a file system cannot do that, the old result
+stands aside for a moment. If the process dies in that moment, the next one puts it back.
 `docs/architecture.md` has the protocol, step by step.
 """
 

@@ -26,9 +26,7 @@ from ckpt_tools.storage import Store, read
 from ckpt_tools.storage.retries import read_again_if_wrong
 from ckpt_tools.version import __version__
 
-# 1, of the days before the first release, had no checksum of its own: nobody could tell whether it
-# was changed
-VERSION = 2
+VERSION = 2  # version 1 has no checksum of its own and is not read
 CHECKSUM = "crc64nvme"
 
 
@@ -473,7 +471,7 @@ def only_file(folder: Store) -> str:
 def _sealed(entry: Mapping[str, Any]) -> SealedFile:
     if type(entry["nbytes"]) is not int or entry["nbytes"] < 0:
         raise ValueError(f"nbytes is {entry['nbytes']!r}")
-    # for a few days they had no CRC-32
+    # ranges without a CRC-32 are not used
     ranges = [found for found in entry.get("runs", ()) if len(found) != 3]
     return SealedFile(
         entry["nbytes"],

@@ -63,7 +63,7 @@ class TransferResult:
 
         Of bytes that existed already, the needed share is assumed to equal the written share.
 
-        In an object store it is read again, to know whether it is right.
+        From an object store, an earlier result is read again to check it, and counts as read.
         """
         written = 0 if is_url(self.destination) else sum(self.bytes_by_dtype.values())
         needed = (
