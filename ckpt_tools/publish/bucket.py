@@ -315,11 +315,20 @@ class RemoteAttempt:
             )
         if attempt_of(path) == self.attempt[:8]:
             return UploadOptions(None, False, False, "", crc, self.attempt, begun=begun)
-        # another attempt may use this name too: replace only what was there at the start
-        is_known = path in self._expected or path in self._removable
-        there = self.store.version(path) if is_known else ""
+        there = self._replaceable(path)
         is_new = not there and not self._replaces
         return UploadOptions(None, False, is_new, there, crc, self.attempt, begun=begun)
+
+    def _replaceable(self, path: str) -> str:
+        """Returns the version of an object that this attempt may replace; "" for none.
+
+        Another attempt may use the same name. So the object was there at the start and is no file
+        of somebody else, or an earlier try of this very attempt wrote it.
+        """
+        if path in self._expected:
+            return self.store.version(path)
+        is_own = path in self._removable or self.store.object_info(path).owner == self.attempt
+        return self.store.version(path) or self.store.current_version(path) if is_own else ""
 
     def begin_uploads(
         self, work: str, files: Mapping[str, int], earlier: UploadNotes | None

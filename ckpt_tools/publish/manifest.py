@@ -367,7 +367,7 @@ def seal_objects(plan: Plan, fingerprints: Mapping[str, int]) -> dict[str, Seale
 def strays_of(manifest: Manifest, catalog: Catalog) -> list[str]:
     """Returns the files that a catalog takes values from and that were not sealed."""
     sealed = {*manifest.files, *(manifest.index or ())[:1]}
-    used = {name.partition("?")[0] for name in catalog.file_sizes}
+    used = set(catalog.file_sizes)
     # a sealed model may be a part of a larger checkpoint, but no other model may take its place
     data = {name for name in manifest.files if name.endswith(safetensors.SUFFIX)}
     is_part = catalog.format != manifest.format and bool(data) and data <= used
