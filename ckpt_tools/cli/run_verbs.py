@@ -196,13 +196,13 @@ def prune(
     if (keep_best is None) != (metric is None) or (higher_is_better and metric is None):
         raise typer.BadParameter("--keep-best and --metric need each other")
     rules = Retention(
-        keep_last,
-        keep_every,
-        parse_period(keep_spaced),
-        parse_period(keep_younger),
-        keep_best,
-        metric,
-        higher_is_better,
+        last=keep_last,
+        every=keep_every,
+        every_s=parse_period(keep_spaced),
+        younger_s=parse_period(keep_younger),
+        best=keep_best,
+        metric=metric,
+        higher_is_better=higher_is_better,
     )
     where = open_root(root, parse_storage_options(storage_option))
     if metric is not None:

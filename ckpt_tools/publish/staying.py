@@ -6,9 +6,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from ckpt_tools.core.checksum import hex64
 from ckpt_tools.errors import printable
+from ckpt_tools.formats.dcp.format import is_data_file
+from ckpt_tools.publish.check_manifest import hash_files
+from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.steps import Step
+from ckpt_tools.storage import open_store
 
 MAX_NAMES = 3  # that a message shows
 
@@ -21,7 +26,8 @@ def reason_to_stay(root: RunRoot, step: Step, links: Sequence[tuple[str, str]]) 
     for link, target in links:
         if os.path.join(target, "").startswith(own) and not link.startswith(own):
             return f"the link {printable(os.path.relpath(link, Path(own).parent))} leads to it"
-    if foreign := _foreign_files(root, step):
+    assert step.manifest is not None
+    if foreign := files_to_keep(root, step.name, step.manifest):
         more = f" and {len(foreign) - MAX_NAMES} more" if len(foreign) > MAX_NAMES else ""
         return (
             "it holds files that no save wrote:"
@@ -30,8 +36,28 @@ def reason_to_stay(root: RunRoot, step: Step, links: Sequence[tuple[str, str]]) 
     return ""
 
 
-def _foreign_files(root: RunRoot, step: Step) -> list[str]:
-    """Returns the files of a step that its manifest does not name."""
-    assert step.manifest is not None
-    listed = {*step.manifest.files, *(step.manifest.index or ())[:1]}
-    return root.foreign_files(step.name, listed)
+def files_to_keep(root: RunRoot, name: str, manifest: Manifest) -> list[str]:
+    """Returns the files of a checkpoint that no save wrote.
+
+    They are those that its manifest does not name, and small files (`files=` of a save) that
+    somebody has changed since.
+
+    Args:
+        root: of the run.
+        name: of the directory of the checkpoint.
+        manifest: of the checkpoint.
+    """
+    listed = {*manifest.files, *(manifest.index or ())[:1]}
+    foreign = root.foreign_files(name, listed)
+    small = {n: s for n, s in manifest.files.items() if not is_data_file(n)}
+    if not small:
+        return foreign
+    store = open_store(root.step_path(name), root.options)
+    try:
+        sizes = store.list_files()
+        same = {n: s.nbytes for n, s in small.items() if sizes.get(n) == s.nbytes}
+        crcs = hash_files(store, same)
+    finally:
+        store.close()
+    changed = {n for n, crc in crcs.items() if hex64(crc) != small[n].crc64nvme}
+    return foreign + sorted(changed | {n for n in small if n in sizes and n not in same})

@@ -215,6 +215,24 @@ def test_files_like_data_that_no_index_names_are_not_overwritten(name: str, tmp_
     assert (target / name).read_bytes() == MINE
 
 
+@pytest.mark.parametrize("text", [b"draft of years", b"other"])
+def test_a_small_file_that_a_person_has_changed_keeps_its_checkpoint(
+    text: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, files = tmp_path / "run", {"notes.md": b"draft"}
+    with CheckpointManager(run, keep_last=1, asynchronous=False) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(3)}, files=files)
+        checkpoints.save(1, {"w": torch.ones(3)}, files=files, name="best")
+        for name in ("best", "step-00000001"):
+            (run / name / "notes.md").write_bytes(text)
+        checkpoints.remove("best")
+        checkpoints.save(2, {"w": torch.ones(3)}, files=files)
+        checkpoints.save(3, {"w": torch.ones(3)}, files=files)
+    assert (run / "best/notes.md").read_bytes() == text and "notes.md" in caplog.text
+    assert (run / "step-00000001/notes.md").read_bytes() == text
+    assert not (run / "step-00000002").exists()
+
+
 def damage_side_file(step: Path) -> None:
     (step / "config.json").write_bytes(b"")
 

@@ -18,7 +18,7 @@ from ckpt_tools.loop.steps.policy import Retention, has_metric
 from ckpt_tools.operations.thin import thin_steps
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.staying import MAX_NAMES, reason_to_stay
+from ckpt_tools.publish.staying import MAX_NAMES, files_to_keep, reason_to_stay
 from ckpt_tools.publish.steps import Step, damage, find_step, look_at, survey
 from ckpt_tools.storage import is_url, local_path, open_store
 from ckpt_tools.transfer.options import Reading
@@ -241,9 +241,7 @@ def remove_named(root: RunRoot, name: str) -> str:
     step = look_at(None, open_store(path, root.options))
     if step.manifest is None or step.manifest.operation != "save":
         return step.problem or "no save wrote it"
-    listed = {*step.manifest.files, *(step.manifest.index or ())[:1]}
-    foreign = root.foreign_files(name, listed)
-    if foreign:
+    if foreign := files_to_keep(root, name, step.manifest):
         return f"other files lie in it: {printable(', '.join(foreign[:MAX_NAMES]))}"
     root.remove(name, step.manifest.attempt)
     return ""
