@@ -271,7 +271,7 @@ class RemoteAttempt:
         self.store, self.attempt, self._others = store, attempt, others
         self._removable = removable
         self._overwrite, self._single = overwrite, single
-        self._manifest, self._note, self.is_published = "", "", False
+        self._manifest, self.is_published = "", False
         self._expected: set[str] = set()  # what belongs to the result, whatever its name looks like
         self._crcs: Mapping[str, int] = {}
         self._replaces = ""  # the version of what is replaced, so that only one of two does it
@@ -350,8 +350,7 @@ class RemoteAttempt:
             self.begun = dict(zip(large, pool.map(one, large), strict=True))
         uploads = {name: (begun.upload_id, begun.mark) for name, begun in self.begun.items()}
         notes = {"work": work, "attempt": self.attempt, "files": list(files), "uploads": uploads}
-        self._note = note_name(UPLOADS, self.attempt, self._single)
-        store.put(self._note, json.dumps(notes).encode())
+        store.put(note_name(UPLOADS, self.attempt, self._single), json.dumps(notes).encode())
         return self.begun
 
     def join_uploads(self, uploads: Mapping[str, OpenUpload]) -> None:
@@ -466,7 +465,6 @@ class RemoteAttempt:
                     and name not in kept
                     and attempt_of(name) != self.attempt[:8]
                 ]
-                stale += [self._note] if self._note else []
             about = {} if self._overwrite else self.store.about_all(stale)
             self.store.remove([name for name in stale if self._overwrite or about[name].is_marked])
         except CheckpointError as error:
