@@ -180,3 +180,18 @@ def test_a_tied_model_of_transformers_by_its_config(tmp_path: Path, ckpt: Run) -
         "--check",
     )
     assert done.returncode == 0 and "transformers loads it" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["flat", "orig"])
+def test_parameters_outside_of_units_stay(kind: str, tmp_path: Path) -> None:
+    out = tmp_path / "half"
+    out.mkdir()
+    torchrun(2, "fsdp1_half.py", str(out), kind)
+    ckpt_tools.merge(out, tmp_path / "m.safetensors")
+    want, got = torch.load(tmp_path / "half.full"), load_file(tmp_path / "m.safetensors")
+    assert got.keys() == want.keys() and all(torch.equal(got[n], v) for n, v in want.items())
+    (out / "rank_0.pt").rename(out / "other")
+    (out / "rank_1.pt").rename(out / "rank_0.pt")
+    (out / "other").rename(out / "rank_1.pt")
+    with pytest.raises(FormatError, match="have changed places"):
+        ckpt_tools.inspect(out)
