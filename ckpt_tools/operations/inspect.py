@@ -104,9 +104,8 @@ def inspect(
         path = key_path(catalog, fqn)
         _add(by_key, path[0], 1, 0, entry.nbytes)
         name, _, key = fqn.rpartition(".")
-        if any(path[: len(root)] == root and path[len(root)] == "state" for root in roots) or (
-            _OPTIMIZER.search(name)
-        ):
+        is_state = any(path[: len(root) + 1] == (*root, "state") for root in roots)
+        if is_state or _OPTIMIZER.search(name):
             first = _KEY_FIRST.search(fqn)
             _add(states, first[1] if first else key, 1, 0, entry.nbytes)
     for fqn, item in catalog.objects.items():

@@ -101,8 +101,8 @@ class ServerCopy:
 
     def add_known_slots(self, sink: WriteSink) -> None:
         """Tells an opened sink the checksums of the bytes that it does not see."""
-        for known_slots in self.known_slots:
-            sink.add_known_slot(*known_slots)
+        for known_slot in self.known_slots:
+            sink.add_known_slot(*known_slot)
 
 
 def plan_within(

@@ -265,3 +265,12 @@ def test_a_merge_says_which_floats_it_does_not_cast(tmp_path: Path) -> None:
         tmp_path / "src.safetensors", tmp_path / "m.pt", to="torch", dtype="bf16"
     )
     assert any("not cast: float8_e4m3fn" in n for n in result.notes)
+
+
+def test_a_tensor_with_the_name_of_an_optimizer_is_none_of_its_states(tmp_path: Path) -> None:
+    names = ("optim", "optim.param_groups.0.lr", "optim.state.a.exp_avg")
+    save_file({name: torch.ones(3) for name in names}, tmp_path / "m.safetensors")
+    found = ckpt_tools.inspect(tmp_path / "m.safetensors")
+    assert {name: total.num_tensors for name, total in found.optimizer_states.items()} == {
+        "exp_avg": 1
+    }
