@@ -31,6 +31,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats.base import Request, attempt_of, given_file, guess_bare, locate_bare
 from ckpt_tools.storage import Store, check_path, read
+from ckpt_tools.storage.small_files import parse_json
 
 NAME = "safetensors"
 SUFFIX = ".safetensors"
@@ -65,8 +66,11 @@ def data_files(files: Mapping[str, int]) -> list[str]:
 
 def read_catalog(store: Store) -> Catalog:
     """Reads the headers; see `Format.read_catalog`."""
-    catalog = read_files(store, *_shards_of(store))
-    beside = tuple(sorted(name for name in store.list_files() if name.endswith(_STATES)))
+    names, weight_map = _shards_of(store)
+    catalog = read_files(store, names, weight_map)
+    # also weights that the index does not name
+    others = (*_STATES, SUFFIX)
+    beside = tuple(sorted({n for n in store.list_files() if n.endswith(others)} - {*names}))
     if not beside:
         return catalog
     shown = ", ".join(map(printable, beside))
@@ -280,19 +284,10 @@ def compare_index(
             )
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {printable(twice)!r} occurs twice")
-    return table
-
-
 def _parse_json(data: bytes, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(data.decode("utf-8"))
+    except ValueError as error:
         raise FormatError(f"not valid JSON: {printable(str(error))} ({where})") from error
     if not isinstance(value, dict):
         raise FormatError(f"expected a JSON object, got {type(value).__name__} ({where})")

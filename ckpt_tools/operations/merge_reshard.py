@@ -126,6 +126,7 @@ def merge(
     notes += [
         *uncast(catalog.tensors.values(), dtype),
         *unknown_values(source.catalog, only_model=True),
+        *left_beside(source.catalog),
     ]
     if source.is_remote:  # the store may copy the long tensors on the server
         request = replace(request, small_first=target.min_part_bytes)

@@ -106,12 +106,7 @@ class LocalRoot:
         top = os.path.realpath(self.path)
         try:
             folders = [e.path for e in os.scandir(top) if e.is_dir(follow_symlinks=False)]
-            links = [
-                entry.path
-                for place in (top, *folders)
-                for entry in os.scandir(place)
-                if entry.is_symlink()
-            ]
+            links = [link for place in (top, *folders) for link in _links_in(place)]
         except OSError as error:
             raise failed("list", top, error) from error
         return [(link, os.path.realpath(link)) for link in links]
@@ -152,10 +147,14 @@ class LocalRoot:
         try:
             os.rename(step, trash)
             sync_directory(self.path)
+        except FileNotFoundError as error:
+            if os.path.lexists(step):
+                raise failed("remove", step, error) from error
+            return  # another process has removed it
         except OSError as error:
             raise failed("remove", step, error) from error
         try:
-            shutil.rmtree(trash)
+            shutil.rmtree(trash, onerror=_ignore_missing)
         except OSError as error:
             raise StorageError(
                 f"{printable(name)} was removed from the run, but some of its files could not be"
@@ -166,6 +165,21 @@ class LocalRoot:
     def rename(self, old: str, new: str) -> None:
         publish_name(self.path / old, self.path / new)
         sync_directory(self.path)
+
+
+def _ignore_missing(call: object, path: str, failure: Any) -> None:
+    """Passes over a file that another process has removed, in a folder that both remove."""
+    del call, path
+    if not isinstance(failure[1], FileNotFoundError):
+        raise failure[1]
+
+
+def _links_in(folder: str) -> list[str]:
+    """Returns the symbolic links in a folder; none if it has been removed since its listing."""
+    try:
+        return [entry.path for entry in os.scandir(folder) if entry.is_symlink()]
+    except FileNotFoundError:
+        return []
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,21 @@ def _check_size(nbytes: int, most: int, name: str) -> None:
         )
 
 
-def parse_json(data: bytes) -> Any:
+def parse_json(data: bytes | str) -> Any:
     """Returns the value of JSON text.
 
     Raises:
-        ValueError: it is malformed, or nested too deep.
+        ValueError: it is malformed, nested too deep, or has a key twice in one object.
     """
     try:
-        return json.loads(data)
+        return json.loads(data, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("nested too deep") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"the key {printable(counts.most_common(1)[0][0])!r} occurs twice")
+    return table

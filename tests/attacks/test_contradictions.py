@@ -38,6 +38,9 @@ def test_a_file_that_no_save_sealed_gives_no_values(name: str, tmp_path: Path, c
     assert state["progress"] == {"epoch": 0}
     done = ckpt("verify", step)
     assert done.returncode == 0 and f"no save wrote: {name}" in done.stdout
+    assert f"beside: {name} (not sealed)" in ckpt("inspect", step).stdout
+    merged = ckpt_tools.merge(step, tmp_path / "merged.safetensors")
+    assert any(f"stay behind: {name}" in note for note in merged.notes), merged.notes
     ckpt_tools.reshard(step, tmp_path / "two", to_ranks=2)
     assert ckpt_tools.inspect(tmp_path / "two").total.num_objects == 0
 

@@ -96,6 +96,7 @@ def test_shapes_that_are_missing_or_do_not_fit_are_asked_for(saved: Path, tmp_pa
             ('{"a.weight": [2, 2]}', "does not fit: .* has"),
             ("[1]", "is malformed"),
             ('{"a.weight": [-1]}', "is malformed"),
+            ('{"a.weight": [2, 2], "a.weight": [4]}', "'a.weight' occurs twice"),
         ):
             (folder / "shapes.json").write_text(text)
             with pytest.raises(FormatError, match=message):

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,18 @@ def test_a_step_that_nobody_sealed_is_not_counted_and_not_removed(
         checkpoints._writer._background().submit(int).result()
     assert left(run)[-2:] == [step_name(31), step_name(99)]
     assert ckpt("latest", run).stdout.strip() == str(run / step_name(31))
+
+
+def test_two_prunes_at_once_both_succeed(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
+        for step in range(1, 41):
+            checkpoints.save(step, {"w": torch.arange(4.0)}, asynchronous=False)
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda _: ckpt_tools.prune(tmp_path, 1), range(2)))
+    assert not any(result.failed or result.damaged for result in results), results
+    removed = {step.number for result in results for step in result.removed}
+    assert removed == set(range(1, 40))
+    assert [n for n in left(tmp_path) if n != ".ckpt.lock"] == [step_name(40)]
 
 
 def test_prune_goes_on_after_a_step_that_cannot_be_removed(run: Path, ckpt: Run) -> None:

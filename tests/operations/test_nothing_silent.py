@@ -61,6 +61,19 @@ def test_a_file_of_torch_beside_a_model_is_named(tmp_path: Path, ckpt: Run) -> N
     assert "stay behind: optim.pt" in said
 
 
+def test_a_shard_that_the_index_does_not_name_is_named(tmp_path: Path, ckpt: Run) -> None:
+    folder = tmp_path / "o"
+    folder.mkdir()
+    for number in (1, 2):
+        name = f"model-0000{number}-of-00002.safetensors"
+        save_file({f"w{number}": torch.full((3,), float(number))}, folder / name)
+    index = {"metadata": {}, "weight_map": {"w1": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "beside: model-00002-of-00002.safetensors" in ckpt("inspect", folder).stdout
+    said = notes(ckpt_tools.convert(folder, tmp_path / "x", to="dcp"))
+    assert "stay behind: model-00002-of-00002.safetensors" in said
+
+
 def test_a_sound_model_is_rescued_from_beside_a_damaged_optimizer(tmp_path: Path) -> None:
     (tmp_path / "o").mkdir()
     save_file(nn.Linear(4, 5).state_dict(), tmp_path / "o/model.safetensors")

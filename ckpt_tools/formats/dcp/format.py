@@ -114,11 +114,16 @@ def read_catalog(store: Store) -> Catalog:
         unread=aside.kinds,
         index_crcs=crcs,
     )
+    more = [name for name in _BESIDE if name in files]
     # of a sealed checkpoint, only files that were sealed
-    for name in _BESIDE:
-        if name in files and (sealed is None or name in sealed):
+    foreign = tuple(name for name in more if sealed is not None and name not in sealed)
+    for name in more:
+        if name not in foreign:
             catalog = _with_values(catalog, store, name, files[name])
-    return catalog
+    if not foreign:
+        return catalog
+    extras = {**catalog.extras, "beside": f"{', '.join(foreign)} (not sealed)"}
+    return replace(catalog, beside=foreign, extras=extras)
 
 
 def _check_ranks(files: Mapping[str, int], names: Sequence[str]) -> None:

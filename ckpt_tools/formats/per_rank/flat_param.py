@@ -11,7 +11,6 @@ files that jobs wrote.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from ckpt_tools.formats.base import SHAPES
 from ckpt_tools.formats.pickle.state import Path, ShardedTensorShard, TensorView, is_number
 from ckpt_tools.formats.torch_save import UnreadValues
 from ckpt_tools.storage import Store, read
+from ckpt_tools.storage.small_files import parse_json
 
 FLAT = "_flat_param"
 _ALIGNMENT_BYTES = 16
@@ -47,11 +47,11 @@ def read_shapes(store: Store, files: Mapping[str, int]) -> dict[str, tuple[int, 
     try:
         if files[SHAPES] > _MAX_SHAPES_BYTES:
             raise ValueError(f"{files[SHAPES]} bytes")
-        body = json.loads(read(store, SHAPES))
+        body = parse_json(read(store, SHAPES))
         if not all(type(n) is int and 0 <= n < 1 << 48 for shape in body.values() for n in shape):
             raise ValueError("expected lists of sizes")
         return {str(name): tuple(shape) for name, shape in body.items()}
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise FormatError(
             f"{SHAPES} is malformed: {printable(str(error))} ({printable(store.url)})", hint=HINT
         ) from error

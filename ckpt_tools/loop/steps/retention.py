@@ -35,7 +35,7 @@ class Pruned:
     """The result of a `prune_steps`, or of its dry run.
 
     Attributes:
-        removed: steps, oldest first.
+        removed: steps, oldest first. Another process may have removed one of them.
         policies: path of each step that a rule keeps, with the rules.
         kept: path of each step that the rules would remove but that stays, with the reason.
         damaged: path of each step that was read and found damaged, with the problem. Such a step is
@@ -133,14 +133,14 @@ def prune_steps(
             result.kept[str(step.path)] = reason
     links = root.links() if to_remove else []
     for step in to_remove:
-        if reason := (
-            "the first step of a new branch"
-            if step.name in needed
-            else reason_to_stay(root, step, links)
-        ):
-            result.kept[str(step.path)] = reason
-            continue
         try:
+            if reason := (
+                "the first step of a new branch"
+                if step.name in needed
+                else reason_to_stay(root, step, links)
+            ):
+                result.kept[str(step.path)] = reason
+                continue
             if not dry_run:
                 remove_step(root, step)
             result.removed.append(step)
