@@ -31,13 +31,14 @@ from ckpt_tools.core.plan import Plan, plan_values
 from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
 from ckpt_tools.engine.mean import MeanStore, MeanTerm
 from ckpt_tools.errors import NotACheckpointError, PlanError, printable, redacted
-from ckpt_tools.formats import safetensors, torch_save
+from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert import lora as adapters
 from ckpt_tools.operations.convert.convert import convert_source
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.convert.options import Conversion, check_request
+from ckpt_tools.operations.convert.targets import TARGETS
 from ckpt_tools.operations.merge_reshard import check_kept, model_view, target_dtype
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.manifest import Manifest, open_sealed
@@ -118,7 +119,7 @@ def average(
         for source in opened:
             check_apart(source.path, os.fspath(dst))
         mean = _Mean(opened, [sealed for _, sealed in found], factors, divisor, how)
-    if target in ("dcp", "accelerate", "per-rank") and rest.get("ranks") is None:
+    if "ranks" in TARGETS[target].options and rest.get("ranks") is None:
         rest["ranks"] = opened[-1].catalog.world_size or 1
     about = {
         "of": [
@@ -143,10 +144,9 @@ def _with_own_option(text: str) -> str:
 
 
 def _target_of(dst: str) -> str:
-    if dst.endswith(".safetensors"):
-        return "safetensors"
-    if dst.endswith(torch_save.SUFFIXES):
-        return "torch"
+    for name, target in TARGETS.items():
+        if target.suffixes and dst.endswith(target.suffixes):
+            return name
     raise PlanError(
         f"the name does not tell what to write: {printable(dst)}",
         hint="name a .safetensors file, or give --to hf, dcp, …",

@@ -5,6 +5,8 @@ tried.
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.operations.convert.options import TARGETS
+from ckpt_tools.operations.convert.targets import TARGETS
 from tests.conftest import HERE
 
 WHERE = {
@@ -140,3 +142,8 @@ def test_the_table_of_parts_is_true(to: str, tmp_path: Path) -> None:
 
 def test_the_table_has_every_target() -> None:
     assert set(rows()) == set(TARGETS) == {*WHERE, "peft"}
+
+
+def test_the_help_has_every_target(ckpt: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    shown = ckpt("convert", "--help").stdout.split()
+    assert {word.strip(".,│") for word in shown} >= set(TARGETS)

@@ -35,6 +35,7 @@ from ckpt_tools.operations.convert.key_map import apply_map, check_settings, rea
 from ckpt_tools.operations.convert.layouts import TargetLayout
 from ckpt_tools.operations.convert.options import Conversion, check_request, substitute
 from ckpt_tools.operations.convert.param_order import ModelOrder, read_order
+from ckpt_tools.operations.convert.targets import TARGETS
 from ckpt_tools.operations.convert.training_state import (
     TrainingState,
     check_used,
@@ -96,7 +97,7 @@ def convert_source(
         operation, changes, prove, about: see `TransferRequest`.
     """
     storage_options = how.get("storage_options")
-    is_model = how.get("model_only") or to in ("safetensors", "hf", "peft")
+    is_model = how.get("model_only") or TARGETS[to].is_model
     given = read_order(how.get("param_order"))
     if is_model and given is not None:
         raise PlanError("--param-order is for optimizers, and only the model is written")
@@ -108,7 +109,7 @@ def convert_source(
         order,
         keeps_order,
     )
-    is_numbered = not is_model and (to == "per-rank" or how.get("optimizer") == "ids")
+    is_numbered = not is_model and (TARGETS[to].forms == ("ids",) or how.get("optimizer") == "ids")
     check_used(
         order,
         [o.prefix for o in taken.optimizers if o.is_numbered or (is_numbered and not o.has_order)],
@@ -168,7 +169,7 @@ def convert_source(
 def _notes_on(catalog: Catalog, to: str, is_model: bool) -> list[str]:
     """Returns what a conversion leaves behind of the source, or gives another name."""
     top = catalog.extras.get(torch_save.TOP_LEVEL)
-    beside = [] if to == "accelerate" or is_model else left_beside(catalog)
+    beside = [] if TARGETS[to].keeps_beside or is_model else left_beside(catalog)
     renamed = [f"the source has {top}"] if top else []
     return [*renamed, *beside, *unknown_values(catalog, only_model=is_model)]
 

@@ -67,6 +67,7 @@ from ckpt_tools.operations.side_files import carried
 from ckpt_tools.storage import read
 
 _MAX_SHARD_BYTES = 5_000_000_000  # the default of transformers
+_Layout = tuple[Catalog, Format, Request]
 
 
 class TargetLayout:
@@ -81,17 +82,18 @@ class TargetLayout:
         self._is_kept = matcher(how.get("keep_dtype", ()))
         self._model_names: set[str] = set()
 
-    def lay_out(self, to: str, dst: str) -> tuple[Catalog, Format, Request]:
+    def lay_out(self, to: str, dst: str) -> _Layout:
         """Returns the catalog to write from, the target's format, and the request."""
-        if to in ("safetensors", "hf"):
-            return self._model(to, dst)
-        if to == "peft":
-            return self._adapter()
-        if to == "deepspeed-universal":
-            return self._universal()
-        if to == "per-rank":
-            return self._per_rank()
-        return self._torch(dst) if to == "torch" else self._ranks(to)
+        return {
+            "dcp": self._dcp,
+            "safetensors": self._safetensors,
+            "hf": self._huggingface,
+            "torch": self._torch,
+            "accelerate": self._accelerate,
+            "peft": self._adapter,
+            "deepspeed-universal": self._universal,
+            "per-rank": self._per_rank,
+        }[to](dst)
 
     def _catalog(self, prefix: tuple[str, ...] | None = None, form: str = "") -> Catalog:
         """Returns the catalog of the entries to write, under the target's names."""
@@ -142,17 +144,16 @@ class TargetLayout:
             for t in catalog.tensors.values()
         ]
 
-    def _model(self, to: str, dst: str) -> tuple[Catalog, Format, Request]:
-        catalog, most = (
-            self._catalog(None if self.how.get("keep_prefix") else ()),
-            self.how.get("max_shard_bytes"),
-        )
-        if to == "safetensors":
-            return (
-                catalog,
-                safetensors,
-                shards(self._targets(catalog), most, dst.rstrip("/").rpartition("/")[2]),
-            )
+    def _safetensors(self, dst: str) -> _Layout:
+        catalog = self._catalog(None if self.how.get("keep_prefix") else ())
+        name = dst.rstrip("/").rpartition("/")[2]
+        return catalog, safetensors, shards(self._targets(catalog), None, name)
+
+    def _huggingface(self, dst: str) -> _Layout:
+        """Plans a directory for transformers: shards, index, and the files of `base`."""
+        del dst
+        catalog = self._catalog(None if self.how.get("keep_prefix") else ())
+        most = self.how.get("max_shard_bytes") or _MAX_SHARD_BYTES
         refuse_adapters(catalog.tensors, self.source.path)
         base = self.how.get("base")
         if base is None:
@@ -169,11 +170,12 @@ class TargetLayout:
         return (
             catalog,
             safetensors,
-            replace(shards(self._targets(catalog), most or _MAX_SHARD_BYTES, ""), files=files),
+            replace(shards(self._targets(catalog), most, ""), files=files),
         )
 
-    def _adapter(self) -> tuple[Catalog, Format, Request]:
+    def _adapter(self, dst: str) -> _Layout:
         """Plans a PEFT directory: only the adapter, and its config from `base`."""
+        del dst
         base = self.how.get("base")
         if base is None:
             raise PlanError(
@@ -195,7 +197,7 @@ class TargetLayout:
             ),
         )
 
-    def _torch(self, dst: str) -> tuple[Catalog, Format, Request]:
+    def _torch(self, dst: str) -> _Layout:
         catalog = self._catalog()
         catalog, values, unknown = self._unpacked(catalog)
         if unknown := [name for name in unknown if name not in self.source.catalog.unknown]:
@@ -209,11 +211,12 @@ class TargetLayout:
             Request(self._targets(catalog), paths=catalog.paths, file_name=name, values=values),
         )
 
-    def _universal(self) -> tuple[Catalog, Format, Request]:
+    def _universal(self, dst: str) -> _Layout:
         """Plans fp32 weights and moments with one folder per parameter, groups, and client state.
 
         The groups are those of the only optimizer. Plain values become the client state.
         """
+        del dst
         if len(self.parts.optimizers) != 1:
             raise PlanError(
                 "a universal checkpoint has one optimizer by parameter name, got"
@@ -252,8 +255,9 @@ class TargetLayout:
         request = Request(targets, values={"param_groups": groups, "step": step, "states": states})
         return replace(catalog, objects={}), deepspeed, request
 
-    def _per_rank(self) -> tuple[Catalog, Format, Request]:
+    def _per_rank(self, dst: str) -> _Layout:
         """Plans one file per rank for the model, the numbered optimizer, and the scheduler."""
+        del dst
         if len(self.parts.optimizers) > 1:
             raise PlanError(
                 f"verl has one optimizer, got {len(self.parts.optimizers)}", hint="--model-only"
@@ -355,9 +359,19 @@ class TargetLayout:
             )
         return float(struct.unpack(code, data)[0])
 
-    def _ranks(self, to: str) -> tuple[Catalog, Format, Request]:
-        files = self._for_accelerate() if to == "accelerate" else {}
-        catalog = self._catalog(("model",) if to == "accelerate" else None)
+    def _dcp(self, dst: str) -> _Layout:
+        del dst
+        catalog = self._catalog()
+        return catalog, dcp, self._split(catalog)
+
+    def _accelerate(self, dst: str) -> _Layout:
+        del dst
+        files = self._for_accelerate()
+        catalog = self._catalog(("model",))
+        return catalog, accelerate, replace(self._split(catalog), files=files)
+
+    def _split(self, catalog: Catalog) -> Request:
+        """Plans DCP files for a number of ranks."""
         is_split = self.source.format.NAME in ("dcp", "accelerate", "per_rank")
         world_size = (self.source.catalog.world_size if is_split else None) or 1
         pairs = zip(self._targets(catalog), catalog.tensors.values(), strict=True)
@@ -367,11 +381,7 @@ class TargetLayout:
         ]
         objects = {o.fqn: o.extent.nbytes for o in catalog.objects.values()}
         self.parts.notes += _tuples(catalog)
-        return (
-            catalog,
-            accelerate if to == "accelerate" else dcp,
-            Request(targets, self.ranks, objects, catalog.paths, files=files),
-        )
+        return Request(targets, self.ranks, objects, catalog.paths)
 
     def _for_accelerate(self) -> dict[str, bytes]:
         """Names optimizers as Accelerate does; returns the scheduler's file, if there is one."""

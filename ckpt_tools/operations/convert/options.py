@@ -7,21 +7,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ckpt_tools.errors import PlanError, printable
-from ckpt_tools.formats import torch_save
+from ckpt_tools.operations.convert.targets import TARGETS, ConvertTarget, targets_with
 from ckpt_tools.operations.convert.training_state import FORMS
 from ckpt_tools.storage import is_url
 from ckpt_tools.transfer.options import Options, Path_
 
-TARGETS = (
-    "dcp",
-    "safetensors",
-    "hf",
-    "torch",
-    "accelerate",
-    "peft",
-    "deepspeed-universal",
-    "per-rank",
-)
+# options that apply to some targets only
+_FLAGS = {
+    "ranks": "--ranks",
+    "base": "--base",
+    "check": "--check",
+    "mesh": "--mesh",
+    "max_shard_bytes": "--max-shard-size",
+}
+_HINTS = {
+    "check": "it loads the directory with transformers",
+    "max_shard_bytes": "ckpt merge --max-shard-size writes shards without a config",
+}
 
 
 def check_request(to: str, dst: str, how: Mapping[str, Any]) -> None:
@@ -35,24 +37,33 @@ def check_request(to: str, dst: str, how: Mapping[str, Any]) -> None:
     Raises:
         PlanError: the message names the option.
     """
-    check, optimizer, ranks = how.get("check"), how.get("optimizer"), how.get("ranks")
     if to not in TARGETS:
         raise PlanError(f"cannot write {printable(to)!r}: expected one of {', '.join(TARGETS)}")
-    suffixes = {"safetensors": (".safetensors",), "torch": torch_save.SUFFIXES}.get(to)
-    if suffixes and not dst.endswith(suffixes):
+    target = TARGETS[to]
+    if target.suffixes and not dst.endswith(target.suffixes):
         raise PlanError(
-            f"{to} is one file: expected a name that ends in {' or '.join(suffixes)}, got"
+            f"{to} is one file: expected a name that ends in {' or '.join(target.suffixes)}, got"
             f" {printable(dst)!r}"
         )
-    if check and to != "hf":
-        raise PlanError("--check is for --to hf", hint="it loads the directory with transformers")
-    if check and how.get("base") is None:
+    for option, flag in _FLAGS.items():
+        is_given = how.get(option) is not None and how.get(option) is not False
+        is_for_map = option == "base" and how.get("key_map")
+        if is_given and not is_for_map and option not in target.options:
+            also = ", and for key maps" if option == "base" else ""
+            raise PlanError(
+                f"{flag} is for --to {targets_with(option)}{also}", hint=_HINTS.get(option)
+            )
+    if how.get("ranks") is not None and how["ranks"] < 1:
+        raise PlanError(f"--ranks: expected at least 1, got {how['ranks']}")
+    if how.get("settings") and not how.get("key_map"):
+        raise PlanError("--set is for a key map: there is no --map")
+    if how.get("check") and how.get("base") is None:
         raise PlanError("--check needs --base DIR, whose config.json says which model it is")
-    if check and is_url(dst):
+    if how.get("check") and is_url(dst):
         raise PlanError(
             "--check loads the result from a disk", hint="write it locally, then ckpt copy"
         )
-    if to in ("accelerate", "deepspeed-universal", "per-rank") and is_url(dst):
+    if target.is_local and is_url(dst):
         raise PlanError(
             f"directories of {to} are written on a disk",
             hint=(
@@ -60,49 +71,19 @@ def check_request(to: str, dst: str, how: Mapping[str, Any]) -> None:
                 " no upload of it can appear as a whole"
             ),
         )
-    if optimizer is not None and optimizer not in FORMS:
-        raise PlanError(
-            f"--optimizer: expected one of {', '.join(FORMS)}, got {printable(optimizer)!r}"
-        )
-    if ranks is not None and (ranks < 1 or to not in ("dcp", "accelerate", "per-rank")):
-        raise PlanError("--ranks is for --to dcp, accelerate and per-rank, and at least 1")
-    _check_unused(to, how)
-    if how.get("mesh") is not None and to != "per-rank":
-        raise PlanError("--mesh is for --to per-rank")
+    _check_form(target, how.get("optimizer"), bool(how.get("model_only")))
 
 
-def _check_unused(to: str, how: Mapping[str, Any]) -> None:
-    """Refuses options that have no effect for a target."""
-    is_model = how.get("model_only") or to in ("safetensors", "hf", "peft")
-    if how.get("settings") and not how.get("key_map"):
-        raise PlanError("--set is for a key map: there is no --map")
-    if (
-        how.get("base") is not None
-        and to not in ("hf", "peft", "per-rank")
-        and not how.get("key_map")
-    ):
-        raise PlanError(
-            f"--base is for --to hf, peft and per-rank, and for key maps; {to} takes no files along"
-        )
-    if how.get("max_shard_bytes") is not None and to != "hf":
-        raise PlanError(
-            "--max-shard-size is for --to hf",
-            hint="ckpt merge --max-shard-size writes shards without a config",
-        )
-    if how.get("optimizer") is not None and is_model:
+def _check_form(target: ConvertTarget, form: str | None, model_only: bool) -> None:
+    """Refuses a form of optimizer state that does not fit the target."""
+    if form is None:
+        return
+    if form not in FORMS:
+        raise PlanError(f"--optimizer: expected one of {', '.join(FORMS)}, got {printable(form)!r}")
+    if target.is_model or model_only:
         raise PlanError("--optimizer is for optimizers, and only the model is written")
-    if how.get("optimizer") not in (None, "groups") and to == "accelerate":
-        raise PlanError(
-            "Accelerate names the parameters of an optimizer, in groups",
-            hint="leave --optimizer out",
-        )
-    if how.get("optimizer") not in (None, "ids") and to == "per-rank":
-        raise PlanError("verl numbers the parameters of an optimizer", hint="leave --optimizer out")
-    if how.get("optimizer") is not None and to == "deepspeed-universal":
-        raise PlanError(
-            "DeepSpeed's universal checkpoints have a form of their own",
-            hint="leave --optimizer out",
-        )
+    if form not in target.forms:
+        raise PlanError(target.form_problem, hint="leave --optimizer out")
 
 
 def substitute(rule: str) -> Callable[[str], str]:
