@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import datetime as dt
 import posixpath
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import StorageError, printable
+from ckpt_tools.storage.backend import THREADS, Backend, Entry, FsspecBackend
 from ckpt_tools.storage.base import (
     ALL_TRAFFIC,
     Capabilities,
@@ -22,25 +23,22 @@ from ckpt_tools.storage.base import (
     Traffic,
     check_path,
     check_url,
-    read,
 )
 from ckpt_tools.storage.object_info import ObjectInfo, SmallObject
-from ckpt_tools.storage.prefetch import FRUGAL, ROOMY, WINDOW_BYTES, Prefetcher
-from ckpt_tools.storage.retries import ATTEMPTS, appeared, error_text, pause, retry
-from ckpt_tools.storage.s3.client import S3, check_s3_options, server_time, stored_crc64
-from ckpt_tools.storage.s3.multipart import CLAIM, MARK, OWNER, Upload, UploadOptions, refuses
+from ckpt_tools.storage.prefetch import FRUGAL, ROOMY, Prefetcher
+from ckpt_tools.storage.retries import ATTEMPTS, error_text, pause, retry
+from ckpt_tools.storage.s3.backend import S3Backend
+from ckpt_tools.storage.s3.client import S3, check_s3_options
+from ckpt_tools.storage.s3.multipart import Upload, UploadOptions
 from ckpt_tools.storage.stream import Stream
 from ckpt_tools.storage.web import bounded_client
 
 # imported with the first fetch, because `ckpt inspect` of a local path should not wait for it
 if TYPE_CHECKING:
-    from concurrent.futures import Future, ThreadPoolExecutor
+    from concurrent.futures import Future
 
-_THREADS, _READERS = 16, 8  # each reader keeps memory for the bytes that it reads
 # pages of 1,000 objects. A root with more objects than a run has is listed folder by folder.
 _MAX_PAGES = 20
-# protocols whose packages send a condition with a PUT that must create the object
-_CREATE_ONCE = {"az", "abfs", "gs", "gcs"}
 
 
 def _file_system(url: str, options: Mapping[str, Any]) -> Any:
@@ -121,14 +119,17 @@ class RemoteStore:
         self._etags: dict[str, str] = {}
         self._folders: list[str] | None = None
         self._tree: dict[str, int] | None = None
-        self._pool: ThreadPoolExecutor | None = None
-        # the calls of S3 itself
+        # the calls of S3 itself, which tell about uploads and copy on the server
         self.s3 = (
             S3(self._fs, self.traffic) if hasattr(self._fs, "call_s3") and not wrappers else None
         )
-        # reader threads keep memory of the bytes that they have read
-        has_threads = self.s3 is not None and self.s3.reads_fast(WINDOW_BYTES)
-        self._ahead = Prefetcher(self._submit, self.size, FRUGAL if has_threads else ROOMY)
+        self._backend: Backend = (
+            S3Backend(self.s3, self.traffic)
+            if self.s3 is not None
+            else FsspecBackend(self._fs, self.traffic, bool(wrappers))
+        )
+        memory = FRUGAL if self._backend.has_few_threads else ROOMY
+        self._ahead = Prefetcher(self._submit, self.size, memory)
         self.written: dict[str, Upload | Stream] = {}
         self._given, self._is_web = (
             given,
@@ -139,10 +140,7 @@ class RemoteStore:
 
     def is_file(self) -> bool:
         """Tells whether the root is an object and not a prefix."""
-        if self.s3 is not None:  # a HEAD; if there is no such object, s3fs would also list
-            return "/" in self._root and bool(self.s3.head(self.url, self._root))
-        info = self._call("look at", "", lambda: self._fs.info(self._root), missing={})
-        return bool(info) and info["type"] == "file" and not self._root.endswith("/")
+        return self._backend.is_file(self.url, self._root)
 
     def list_files(self, below: bool = False) -> Mapping[str, int]:
         if self._folders is None:
@@ -208,14 +206,7 @@ class RemoteStore:
         if self._tree is not None:
             return self._tree
         top = len(f"{self._root}/")
-        if self.s3 is not None:
-            entries: Iterable[Mapping[str, Any]] = chain.from_iterable(
-                self.s3.pages(self.url, self._root)
-            )
-        else:
-            entries = self._call(
-                "list", "", lambda: self._fs.find(self._root, detail=True), missing={}
-            ).values()
+        entries = chain.from_iterable(self._backend.pages(self.url, self._root))
         return {
             name: int(e["size"] or 0)
             for e in entries
@@ -226,15 +217,15 @@ class RemoteStore:
         """Makes the file system copy an object to the same name in another store."""
         self._call("copy", path, lambda: self._fs.cp_file(self._full(path), to._full(path)))
 
-    def _list_tree(self) -> list[tuple[str, Mapping[str, Any]]] | None:
+    def _list_tree(self) -> list[tuple[str, Entry]] | None:
         """Returns bucket and key of all objects below the root.
 
-        Returns None if that needs too many requests, or if the store is not S3.
+        Returns None if that needs too many requests.
         """
-        if self.s3 is None:
+        if not self._backend.lists_in_pages:
             return None
-        found: list[tuple[str, Mapping[str, Any]]] = []
-        for number, page in enumerate(self.s3.pages(self.url, self._root)):
+        found: list[tuple[str, Entry]] = []
+        for number, page in enumerate(self._backend.pages(self.url, self._root)):
             if number == _MAX_PAGES:
                 return None
             found += [(str(entry["name"]), entry) for entry in page]
@@ -242,15 +233,7 @@ class RemoteStore:
 
     def _list(self, folder: str) -> None:
         full = f"{self._root}/{folder}" if folder else self._root
-        entries: Iterable[Mapping[str, Any]]
-        if self.s3 is not None:  # if there is no such folder, s3fs also lists the folder above
-            entries = chain.from_iterable(
-                self.s3.pages(f"{self.url}/{folder}".rstrip("/"), full, delimiter="/")
-            )
-        else:
-            entries = self._call(
-                "list", folder, lambda: self._fs.ls(full, detail=True, refresh=True), missing=[]
-            )
+        entries = self._backend.list_folder(f"{self.url}/{folder}".rstrip("/"), full)
         folders = []
         for entry in entries:
             name = posixpath.relpath(entry["name"].rstrip("/"), self._root)
@@ -331,45 +314,8 @@ class RemoteStore:
         self._ahead.announce(ranges, is_all)
 
     def _submit(self, path: str, start: int, nbytes: int) -> Future[Data]:
-        """Starts to fetch a range, on the file system's event loop, or else on a thread."""
-        import asyncio
-
-        full, etag = self._full(path), self._etags.get(path)
-        has_loop = (
-            not self._is_wrapped
-            and getattr(self._fs, "async_impl", False)
-            and not self._fs.asynchronous
-        )
-        future: Future[Data]
-        if has_loop and self.s3 and self.s3.reads_fast(nbytes):
-            future = self._on_thread(partial(self.s3.fetch_fast, full, start, nbytes, etag))
-        elif has_loop:
-            get = (
-                self.s3.fetch(full, start, nbytes, etag)
-                if self.s3
-                else self._fs._cat_file(full, start=start, end=start + nbytes)
-            )
-            future = asyncio.run_coroutine_threadsafe(get, self._fs.loop)
-        else:
-            future = self._on_thread(
-                partial(self._fs.cat_file, full, start=start, end=start + nbytes)
-            )
-        future.add_done_callback(
-            lambda done: self.traffic.add(
-                "GET" if self.s3 else "read",
-                0 if done.cancelled() or done.exception() else len(done.result()),
-            )
-        )
-        return future
-
-    def _on_thread(self, get: Callable[[], Data]) -> Future[Data]:
-        from concurrent.futures import ThreadPoolExecutor
-
-        if self._pool is None:
-            # fsspec's caches are not safe for several threads
-            num = 1 if self._is_wrapped else _READERS if self.s3 else _THREADS
-            self._pool = ThreadPoolExecutor(num, "ckpt-get")
-        return self._pool.submit(get)
+        """Starts to fetch a range."""
+        return self._backend.start_read(self._full(path), start, nbytes, self._etags.get(path))
 
     def _fetch(self, path: str, start: int, nbytes: int) -> Data:
         """Fetches a range, with retries after temporary failures of the store."""
@@ -398,13 +344,8 @@ class RemoteStore:
     # ---- writing ---------------------------------------------------------------------------------
 
     def create(self, path: str, nbytes: int, how: UploadOptions | None = None) -> Upload | Stream:
-        full, url = self._full(path), f"{self.url}/{path}"
         self._check_direct()
-        writer = (
-            Upload(self.s3, full, url, nbytes, how)
-            if self.s3
-            else Stream(self._fs, full, url, nbytes, how)
-        )
+        writer = self._backend.create(self._url(path), self._full(path), nbytes, how)
         self.written[path] = writer
         return writer
 
@@ -421,24 +362,10 @@ class RemoteStore:
             StorageError: another writer was first, or the store refuses.
         """
         self._check_direct()
-        if self.s3:
-            writer = Upload(
-                self.s3,
-                self._full(path),
-                f"{self.url}/{path}",
-                len(data),
-                UploadOptions((0,), True, is_exclusive, replaces),
-            )
-            writer.write_at(0, data)
-            writer.complete()
-            return
-        mode = "create" if is_exclusive else "overwrite"
-        try:
-            self._call("write", path, lambda: self._fs.pipe_file(self._full(path), data, mode=mode))
-        except StorageError:
-            if is_exclusive and self._fs.exists(self._full(path)):
-                raise appeared(f"{self.url}/{path}") from None
-            raise
+        self._backend.put(self._url(path), self._full(path), data, is_exclusive, replaces)
+
+    def _url(self, path: str) -> str:
+        return f"{self.url}/{path}"
 
     def _check_direct(self) -> None:
         if self._is_wrapped:
@@ -452,26 +379,7 @@ class RemoteStore:
 
         It tries to write an existing object again, with the same contents.
         """
-        if self.s3 is None:
-            return writer is None and self._creates_once(path, data)
-        is_small = not isinstance(writer, Upload) or writer.is_small
-        return refuses(self.s3, self._full(path), f"{self.url}/{path}", data, is_small)
-
-    def _creates_once(self, path: str, data: bytes) -> bool:
-        """Tells whether the store itself refuses a second writer of a small object.
-
-        Most packages only check before they write.
-        """
-        kinds = (
-            {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
-        )
-        if not kinds & _CREATE_ONCE:
-            return False
-        try:
-            self._fs.pipe_file(self._full(path), data, mode="create")
-        except Exception as error:  # noqa: BLE001  # every package has exceptions of its own; anything else says nothing of the condition
-            return isinstance(error, FileExistsError) or getattr(error, "code", None) in (409, 412)
-        return False
+        return self._backend.excludes(self._url(path), self._full(path), data, writer)
 
     def version(self, path: str) -> str:
         """Returns the ETag of a listed object; "" if there is none."""
@@ -483,24 +391,14 @@ class RemoteStore:
 
     def object_info(self, path: str) -> ObjectInfo:
         """Asks the store for the properties of an object."""
-        if self.s3 is None:
-            return ObjectInfo(None, False, "")
-        head = self.s3.head(f"{self.url}/{path}", self._full(path))
-        notes, stored = head.get("Metadata", {}), stored_crc64(head)
-        claim = notes.get(CLAIM, "") if stored is None and MARK in notes else ""
-        return ObjectInfo(
-            int(claim, 16) if claim else stored,
-            MARK in notes,
-            str(notes.get(OWNER, "")),
-            bool(claim),
-        )
+        return self._backend.object_info(self._url(path), self._full(path))
 
     def about_all(self, paths: Iterable[str]) -> dict[str, ObjectInfo]:
         """Asks the store for the properties of several objects, in parallel."""
         from concurrent.futures import ThreadPoolExecutor
 
         paths = list(paths)
-        with ThreadPoolExecutor(_THREADS, "ckpt-ask") as pool:
+        with ThreadPoolExecutor(THREADS, "ckpt-ask") as pool:
             return dict(zip(paths, pool.map(self.object_info, paths), strict=True))
 
     def stored_crcs(self, paths: Iterable[str]) -> Mapping[str, int]:
@@ -508,56 +406,26 @@ class RemoteStore:
         return {path: crc for path, crc in found.items() if crc is not None}
 
     def look(self, path: str) -> SmallObject | None:
-        """Reads the current version of a small object; None if there is none.
-
-        In S3, this takes one request.
-        """
-        if self.s3 is not None:
-            answer = self.s3.get(f"{self.url}/{path}", self._full(path))
-            if not answer:
-                return None
-            age = server_time(answer) - answer["LastModified"]
-            return SmallObject(answer["Body"], str(answer["ETag"]), age.total_seconds())
-        store = self.fresh()
-        try:
-            store.size(path)
-            return SmallObject(read(store, path), store.version(path), None)
-        except StorageError as error:
-            if error.is_missing:
-                return None
-            raise
+        """Reads the current version of a small object; None if there is none."""
+        return self._backend.look(self._url(path), self._full(path))
 
     def current_version(self, path: str) -> str:
         """Asks the store for the current ETag of an object; "" if there is none."""
-        if self.s3 is not None:
-            return str(self.s3.head(f"{self.url}/{path}", self._full(path)).get("ETag", ""))
-        store = self.fresh()
-        return store.version(path) if path in store.list_files() else ""
+        found = self._backend.state(self._url(path), self._full(path))
+        return found[1] if found else ""
 
     def has(self, path: str) -> bool:
         """Asks the store, without a cached listing, whether an object exists."""
-        if self.s3 is not None:
-            return bool(self.s3.head(f"{self.url}/{path}", self._full(path)))
-        return path in self.fresh().list_files()
+        return self._backend.state(self._url(path), self._full(path)) is not None
 
     def sizes_of(self, paths: Sequence[str]) -> dict[str, int]:
         """Asks the store for the current sizes of objects; leaves out missing ones."""
-        if self.s3 is None:
-            return {
-                name: nbytes for name, nbytes in self.fresh().list_files().items() if name in paths
-            }
-        heads = {path: self.s3.head(f"{self.url}/{path}", self._full(path)) for path in paths}
-        return {path: int(head["ContentLength"]) for path, head in heads.items() if head}
+        found = {p: self._backend.state(self._url(p), self._full(p)) for p in paths}
+        return {path: state[0] for path, state in found.items() if state}
 
     def now(self) -> dt.datetime | None:
         """Returns the time by the store's own clock; None if the store does not tell it."""
-        if self.s3 is None:
-            return None
-        return server_time(
-            self.s3.call(
-                "look at", self.url, "head_bucket", Bucket=self.s3.at_prefix(self.root)["Bucket"]
-            )
-        )
+        return self._backend.now(self.url, self._root)
 
     def copy_source(self, other: Store) -> RemoteStore | None:
         """Returns the other store if both are in one S3, which can copy on the server; else None.
@@ -582,39 +450,8 @@ class RemoteStore:
         """Removes objects, up to 1,000 per request if possible; ignores missing ones."""
         full = [self._full(path) for path in paths]
         for at in range(0, len(full), 1000):
-            batch = full[at : at + 1000]
-            if self.s3:
-                where = [self.s3.at(path) for path in batch]
-                what = {"Objects": [{"Key": w["Key"]} for w in where], "Quiet": True}
-                try:
-                    answer = self.s3.call(
-                        "remove", self.url, "delete_objects", Bucket=where[0]["Bucket"], Delete=what
-                    )
-                    refused = bool(answer.get("Errors"))
-                except StorageError as error:
-                    if error.is_transient:
-                        raise
-                    refused = True
-                # RadosGW needs another permission to remove several objects in one request
-                for place in where if refused else ():
-                    self.s3.call(
-                        "remove",
-                        f"s3://{place['Bucket']}/{place['Key']}",
-                        "delete_object",
-                        missing={},
-                        **place,
-                    )
-            else:
-                for path in batch:
-                    self._call(
-                        "remove",
-                        posixpath.relpath(path, self._root),
-                        partial(self._fs.rm_file, path),
-                        missing=0,
-                    )
+            self._backend.remove(self.url, full[at : at + 1000])
 
     def close(self) -> None:
         self._ahead.close()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = None
+        self._backend.close()
