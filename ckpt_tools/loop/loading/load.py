@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt_tools.core.box import Box, whole
-from ckpt_tools.core.catalog import TensorEntry
+from ckpt_tools.core.catalog import Catalog, TensorEntry, keep
 from ckpt_tools.core.laps import Laps, format_laps
 from ckpt_tools.core.logs import log
 from ckpt_tools.core.threads import num_threads
@@ -44,6 +44,7 @@ from ckpt_tools.loop.state.archives import unpack
 from ckpt_tools.loop.state.late_staging import hold_all
 from ckpt_tools.loop.state.loader_states import deal_in_turn
 from ckpt_tools.loop.state.objects import Key
+from ckpt_tools.loop.state.optimizers import StateOwners
 from ckpt_tools.loop.state.restore import restore, set_state_of_rank
 from ckpt_tools.loop.state.shards import Shard, alias_key, local_shards
 from ckpt_tools.loop.state.state_dict import (
@@ -197,13 +198,13 @@ class _Load:
         source, self.manifest = open_sealed(path, storage_options)
         self.as_stored = source.catalog
         catalog = renamed(source.catalog, self.request.rename)
-        values = replace(source, catalog=catalog)
-        self.named = name_numbers(
-            catalog,
-            holders_of(self.state),
-            lambda name: _read_object(values, name, self.request.trust_pickle),
-            self.request.wants,
-        )
+        values, owners = replace(source, catalog=catalog), holders_of(self.state)
+
+        def read_value(name: str) -> Any:
+            return _read_object(values, name, self.request.trust_pickle)
+
+        catalog = _without_empty(catalog, owners, read_value)
+        self.named = name_numbers(catalog, owners, read_value, self.request.wants)
         self.source = source = replace(source, catalog=self.named.catalog)
         self.proof = LoadProof(self.manifest, self.as_stored, source.catalog)
         check_unread(source.catalog, self.state, self.request)
@@ -277,13 +278,36 @@ class _Load:
         self.values |= {
             n: self.named.params[s] for n, s in wanted.items() if s in self.named.params
         }
-        _check_alike(source, found)
+        self._check_alike()
         self.report.num_objects = len(self.values)
         self.of_rank = {
             n: _per_rank(source, n, held.wrapper, self.group, request, self.report)
             for n, held in exported.per_rank.items()
             if request.wants(n)
         }
+
+    def _check_alike(self) -> None:
+        """Checks that the parameters of one group were saved with the same options."""
+        for ours, names in self.found.alike.items():
+            first, *others = map(self._option, names)
+            different = [n for n, data in zip(names[1:], others, strict=True) if data != first]
+            if different:
+                raise PlanError(
+                    "parameters of one group were saved with different options:"
+                    f" {printable(names[0])!r} and {printable(different[0])!r}",
+                    hint=(
+                        "group the parameters as they were when they were saved"
+                        f" ({printable(ours)!r})"
+                    ),
+                )
+
+    def _option(self, stored: str) -> bytes:
+        """Returns the bytes of a stored option: of an object, or the elements of a tensor."""
+        entry = self.source.catalog.tensors.get(stored)
+        if entry is None:
+            return read_object(self.source.store, self.source.catalog.objects[stored])
+        value = _read_tensor(self.source, stored, stored, self.jobs, self.report, self.proof)
+        return bytes(value.reshape(-1).view(torch.uint8).tolist())
 
     def restore(self) -> None:
         """Hands everything to the state."""
@@ -333,6 +357,19 @@ class _Load:
         }
 
 
+def _without_empty(
+    catalog: Catalog, owners: StateOwners, read_value: Callable[[str], Any]
+) -> Catalog:
+    """Returns the catalog without the empty dicts of optimizers and modules that keep nothing.
+
+    `torch.save` stores them, for example the state of plain SGD. A save of this tool does not.
+    """
+    places = [f"{flat_name(path)}.state" for path, _ in owners.optimizers]
+    places += [flat_name(path) for path, _ in owners.modules]
+    empty = {n for n in places if n in catalog.objects and read_value(n) == {}}
+    return keep(catalog, lambda fqn: fqn not in empty) if empty else catalog
+
+
 def _cut(shard: Shard, entry: TensorEntry) -> Shard:
     """Returns the part of a shard that the checkpoint has, if its tensor was smaller."""
     if shard.shape == entry.shape:
@@ -360,19 +397,9 @@ def _fit_by_hand(
     proof: LoadProof,
 ) -> None:
     """Reads a whole tensor and fits it to the state's shape with the user's function."""
-    entry = source.catalog.tensors[stored]
-    read_whole_tensor = empty_tensor(entry)
-    read_shards(
-        source,
-        local_shards({name: read_whole_tensor}),
-        {name: stored},
-        jobs,
-        DEFAULT_MEMORY_BYTES,
-        report,
-        proof,
-    )
+    whole_tensor = _read_tensor(source, stored, name, jobs, report, proof)
     assert callable(how)
-    made = how(read_whole_tensor, tuple(tensor.shape))
+    made = how(whole_tensor, tuple(tensor.shape))
     if not isinstance(made, torch.Tensor) or made.shape != tensor.shape:
         got = list(made.shape) if isinstance(made, torch.Tensor) else type(made).__name__
         raise PlanError(
@@ -388,6 +415,16 @@ def _fit_by_hand(
     for shard in local_shards({name: tensor}):
         inner = tuple(slice(o, e) for o, e in zip(shard.box.offsets, shard.box.ends, strict=True))
         shard.tensor.copy_(made[inner])
+
+
+def _read_tensor(
+    source: Source, stored: str, name: str, jobs: int, report: LoadReport, proof: LoadProof
+) -> torch.Tensor:
+    """Reads a whole tensor; `name` is that of the state."""
+    found = empty_tensor(source.catalog.tensors[stored])
+    shards = local_shards({name: found})
+    read_shards(source, shards, {name: stored}, jobs, DEFAULT_MEMORY_BYTES, report, proof)
+    return found
 
 
 def _rename_params(values: dict[str, Any], source: Source, new_name: Callable[[str], str]) -> None:
@@ -445,21 +482,6 @@ def _read_object(
         trust_pickle,
         tensors.__getitem__ if tensors and name.endswith(f".{STRUCTURE}") else None,
     )
-
-
-def _check_alike(source: Source, found: Match) -> None:
-    """Checks that the parameters of one group were saved with the same options."""
-    for ours, names in found.alike.items():
-        first, *others = (read_object(source.store, source.catalog.objects[n]) for n in names)
-        different = [n for n, data in zip(names[1:], others, strict=True) if data != first]
-        if different:
-            raise PlanError(
-                "parameters of one group were saved with different options:"
-                f" {printable(names[0])!r} and {printable(different[0])!r}",
-                hint=(
-                    f"group the parameters as they were when they were saved ({printable(ours)!r})"
-                ),
-            )
 
 
 def _per_rank(

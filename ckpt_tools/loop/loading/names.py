@@ -230,21 +230,26 @@ def _groups_by_parameter(
     """
     alike: dict[str, list[str]] = {}
     settled: set[str] = set()
+    stored_names = {*catalog.objects, *catalog.tensors}
     for name, path in exported.paths.items():
-        if (
-            len(path) < 4
-            or path[-3] != "param_groups"
-            or name in catalog.objects
-            or name in catalog.tensors
-        ):
+        if len(path) < 4 or path[-3] != "param_groups":
             continue
         *root, _, option = map(str, path)
-        members = exported.objects.get(".".join((*map(str, path[:-1]), "params")), ())
-        stored = [s for fqn in members if (s := ".".join((*root, fqn, option))) in catalog.objects]
+        params = ".".join((*map(str, path[:-1]), "params"))
+        # the name of a parameter may be the number of a group: `0` in a ParameterList
+        if name in stored_names and (option == "params" or _has_list(params, stored_names)):
+            continue
+        members = exported.objects.get(params, ())
+        stored = [s for fqn in members if (s := ".".join((*root, fqn, option))) in stored_names]
         if stored:
             alike[name] = stored
-            settled.add(".".join((*map(str, path[:-1]), "params")))
+            settled.add(params)
     return alike, settled
+
+
+def _has_list(name: str, stored_names: set[str]) -> bool:
+    """Tells whether a list is stored, as one object or by its items."""
+    return name in stored_names or f"{name}.0" in stored_names
 
 
 def _tied(

@@ -64,22 +64,27 @@ def name_numbers(
     result = NamedCatalog(catalog)
     for path, optimizer in holders.optimizers:
         prefix = f"{flat_name(path)}."
-        state = _state(catalog, f"{prefix}state.")
-        names = parameter_names(optimizer, holders, path) if state else None
-        if (
-            names is None
-            or all(map(is_number, names))
-            or not _is_wanted(prefix, state, names, wants)
-        ):
+        state, is_by_name = _state(catalog, f"{prefix}state.")
+        has_groups = f"{prefix}param_groups.0.params" in catalog.objects  # plain SGD has no state
+        names = (
+            parameter_names(optimizer, holders, path)
+            if (state or has_groups) and not is_by_name
+            else None
+        )
+        if names is None or not _is_wanted(catalog, prefix, state, names, wants):
+            continue
+        # a ParameterList has numbers for names: then only the lists of the groups tell which
+        is_unclear = not state or all(map(is_number, names))
+        if is_unclear and not _groups(result.catalog, prefix, read_value)[0]:
             continue
         _name_one(result, prefix, state, optimizer, path, names, read_value)
     return result
 
 
-def _state(catalog: Catalog, above: str) -> dict[str, tuple[int, str]]:
+def _state(catalog: Catalog, above: str) -> tuple[dict[str, tuple[int, str]], bool]:
     """Returns the number and key of each entry of an optimizer's state.
 
-    Returns nothing if an entry has a name instead of a number.
+    Returns nothing and True if an entry has a name instead of a number.
     """
     found: dict[str, tuple[int, str]] = {}
     for name in (*catalog.tensors, *catalog.objects):
@@ -87,20 +92,22 @@ def _state(catalog: Catalog, above: str) -> dict[str, tuple[int, str]]:
             number, _, key = name[len(above) :].partition(".")
             # `0.weight.exp_avg` has the name 0.weight
             if not is_number(number) or not key or "." in key:
-                return {}
+                return {}, True
             found[name] = int(number), key
-    return found
+    return found, False
 
 
 def _is_wanted(
+    catalog: Catalog,
     prefix: str,
     state: Mapping[str, tuple[int, str]],
     names: Sequence[str],
     wants: Callable[[str], bool],
 ) -> bool:
-    """Tells whether any state is wanted, by its number or by a name for that number."""
+    """Tells whether any state or option is wanted, by its number or by a name for that number."""
     keys = {key for _, key in state.values()}
-    return any(map(wants, state)) or any(
+    options = (name for name in catalog.objects if name.startswith(f"{prefix}param_groups."))
+    return any(map(wants, (*state, *options))) or any(
         wants(f"{prefix}state.{name}.{key}") for name in names for key in keys
     )
 

@@ -255,6 +255,13 @@ def _load_by_name(optimizer: Optimizer, given: Mapping[str, Any], names: Sequenc
         _options(group, given.get("param_groups", ()), names)
         for group in optimizer.state_dict()["param_groups"]
     ]
+    stored = {name for group in given.get("param_groups", ()) for name in group.get("params", ())}
+    if stored and not stored & set(names):
+        raise PlanError(
+            "the groups of the stored optimizer have none of this optimizer's parameters, but"
+            f" {printable(str(sorted(map(str, stored))[:3]))}",
+            hint="make the optimizer as it was made for the save",
+        )
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

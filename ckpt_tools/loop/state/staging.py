@@ -173,7 +173,14 @@ class Stager:
         theirs = iter(rooms)
         yield [next(theirs).memory if view is None else view for view in views]
         if away:
-            torch._foreach_copy_(away, [room.tensor for room in rooms], non_blocking=True)
+            pairs = list(zip(away, (room.tensor for room in rooms), strict=True))
+            lazy = [pair for pair in pairs if pair[0].is_conj() or pair[0].is_neg()]
+            for tensor, value in lazy:  # torch's batches refuse these views
+                tensor.copy_(value)
+            plain = [pair for pair in pairs if not (pair[0].is_conj() or pair[0].is_neg())]
+            if plain:
+                targets, values = map(list, zip(*plain, strict=True))
+                torch._foreach_copy_(targets, values, non_blocking=True)
             self._leave(away)
 
     def settle(self) -> None:

@@ -41,7 +41,7 @@ from ckpt_tools.operations.convert.param_order import (
     name_parameters,
 )
 from ckpt_tools.publish.manifest import read_object
-from ckpt_tools.storage import MemoryStore, Store
+from ckpt_tools.storage import MemoryStore, Store, read
 
 FORMS = ("groups", "flat", "ids")
 _OPTIMIZER = re.compile(r"((?:.*?\.)?optim\w*(?:\.[0-9]{1,9})?)\.(state|param_groups)\.(.+)")
@@ -180,7 +180,7 @@ def take_apart(
     paths = {fqn: path for fqn, path in catalog.paths.items() if fqn in tensors or fqn in objects}
     parts = TrainingState(prefix, model, [], tensors, objects, paths, [], places)
     for name, names in found.items():
-        optimizer = _optimizer(name, names, parts, order)
+        optimizer = _optimizer(name, names, parts, order, store)
         if optimizer is not None:
             optimizer.has_order |= keeps_order
             parts.optimizers.append(optimizer)
@@ -244,19 +244,17 @@ def _find(catalog: Catalog, store: Store) -> dict[str, dict[str, Entry]]:
 
 
 def _optimizer(
-    prefix: str, entries: Mapping[str, Entry], parts: TrainingState, order: Order | None
+    prefix: str,
+    entries: Mapping[str, Entry],
+    parts: TrainingState,
+    order: Order | None,
+    store: Store,
 ) -> OptimizerState | None:
     """Returns an optimizer from its entries; None if they do not form one.
 
     If the parameters of its numbers are unknown, it adds a note.
     """
-    if differing := [fqn for fqn, (_, rest, _) in entries.items() if _OF_ONE_RANK.search(rest)]:
-        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-        raise PlanError(
-            "values of an optimizer differ between ranks:"
-            f" {printable(', '.join(differing[:_SHOWN]))}{more}",
-            hint="--model-only leaves the optimizer out; ckpt reshard keeps the value of each rank",
-        )
+    _refuse_differing(entries)
     state: dict[str, dict[str, Any]] = {}
     numbered: dict[int, dict[str, Any]] = {}
     by_name: dict[str, dict[str, Any]] = {}
@@ -274,17 +272,41 @@ def _optimizer(
             numbered.setdefault(int(first), {}).setdefault("params", []).append(value)
         else:
             by_name.setdefault(name, {})[key] = value
-    groups = [numbered[n] for n in sorted(numbered)] or _grouped(by_name)
+    if not any("params" in group for group in numbered.values()):
+        # no groups, but the options of each parameter: its name may be a number
+        by_name |= {str(number): options for number, options in numbered.items()}
+        numbered = {}
+    groups = [numbered[n] for n in sorted(numbered)] or _grouped(by_name, store)
     if not all(_are_names(group.get("params")) for group in groups):
         return None
     optimizer = OptimizerState(prefix, state, groups, has_order=bool(numbered))
-    if not any(isinstance(p, int) for group in groups for p in group["params"]) and not (
-        state and all(map(is_number, state))
-    ):
+    if _has_names([p for group in groups for p in group["params"]], state):
         return optimizer
     if not all(map(is_number, state)):
         return None
     return _with_names(optimizer, parts, order)
+
+
+def _refuse_differing(entries: Mapping[str, Entry]) -> None:
+    """Refuses an optimizer with a value of each rank."""
+    if differing := [fqn for fqn, (_, rest, _) in entries.items() if _OF_ONE_RANK.search(rest)]:
+        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        raise PlanError(
+            "values of an optimizer differ between ranks:"
+            f" {printable(', '.join(differing[:_SHOWN]))}{more}",
+            hint="--model-only leaves the optimizer out; ckpt reshard keeps the value of each rank",
+        )
+
+
+def _has_names(params: Sequence[str | int], state: Mapping[str, Any]) -> bool:
+    """Tells whether an optimizer has names of parameters, not numbers.
+
+    The names of a `ParameterList` are numbers, too, but strings.
+    """
+    if params and all(isinstance(p, str) for p in params) and set(params) >= state.keys():
+        return True
+    has_numbers = any(isinstance(p, int) for p in params)
+    return not has_numbers and not (state and all(map(is_number, state)))
 
 
 def _with_names(
@@ -319,13 +341,21 @@ def _are_names(value: object) -> bool:
     return isinstance(value, (list, tuple)) and all(type(item) in (str, int) for item in value)
 
 
-def _grouped(by_name: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _grouped(by_name: Mapping[str, Mapping[str, Any]], store: Store) -> list[dict[str, Any]]:
     """Returns groups of the parameters that have the same options."""
     groups: dict[str, dict[str, Any]] = {}
     for name, options in by_name.items():
-        group = groups.setdefault(repr(sorted(options.items())), {**options, "params": []})
-        group["params"].append(name)
+        shown = repr(sorted((key, _comparable(value, store)) for key, value in options.items()))
+        groups.setdefault(shown, {**options, "params": []})["params"].append(name)
     return list(groups.values())
+
+
+def _comparable(option: Any, store: Store) -> Any:
+    """Returns an option that can be compared: of a small tensor, its bytes."""
+    if not isinstance(option, TensorEntry) or option.nbytes > _OPTION_BYTES:
+        return option
+    chunks = [(c.box, read(store, *c.extent[:3])) for c in option.chunks]
+    return option.dtype.name, option.shape, chunks
 
 
 Leaves = list[tuple[Path, object, tuple[Extent, ...]]]

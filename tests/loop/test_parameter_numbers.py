@@ -1,0 +1,165 @@
+"""Optimizers whose parameters have numbers: in the file, as names of a `ParameterList`, or both.
+
+The oracle is `Optimizer.load_state_dict`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import ckpt_tools
+from ckpt_tools import CheckpointManager, PlanError
+
+
+def make() -> tuple[nn.ParameterList, torch.optim.AdamW]:
+    """A model whose names are 0, 1 and 2, and an optimizer whose order is 2, 0, 1."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(2, 2)) for _ in range(3)])
+    groups: list[dict[str, Any]] = [
+        {"params": [model[2]], "lr": 0.1},
+        {"params": [model[0], model[1]], "lr": 0.2},
+    ]
+    return model, torch.optim.AdamW(groups)
+
+
+def trained() -> tuple[nn.ParameterList, torch.optim.AdamW]:
+    model, optimizer = make()
+    for number, parameter in enumerate(model):
+        parameter.grad = torch.full((2, 2), 10.0 * (number + 1))
+    optimizer.step()
+    return model, optimizer
+
+
+def moments(model: nn.ParameterList, optimizer: torch.optim.Optimizer) -> list[float]:
+    return [optimizer.state[p]["exp_avg"][0, 0].item() for p in model]
+
+
+def loaded(path: Path) -> tuple[list[float], list[float]]:
+    model, optimizer = make()
+    for group in optimizer.param_groups:
+        group["lr"] = 9.0
+    ckpt_tools.load(path, {"model": model, "optimizer": optimizer})
+    return moments(model, optimizer), [group["lr"] for group in optimizer.param_groups]
+
+
+WANT = [1.0, 2.0, 3.0], [0.1, 0.2]
+
+
+def test_numbers_of_a_file_are_no_names_of_a_parameter_list(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "p.pt")
+    dcp.save(state, checkpoint_id=tmp_path / "d", no_dist=True)
+    assert loaded(tmp_path / "p.pt") == loaded(tmp_path / "d") == WANT
+    ckpt_tools.seal(tmp_path / "d")
+    assert loaded(tmp_path / "d") == WANT
+    model, optimizer = make()
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        checkpoints.resume({"model": model, "optimizer": optimizer}, path=tmp_path / "d")
+    assert moments(model, optimizer) == WANT[0]
+
+
+@pytest.mark.parametrize("form", ["groups", "flat", "ids"])
+def test_a_parameter_list_goes_through_every_naming(form: str, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    ckpt_tools.save(tmp_path / "s", {"model": model, "optimizer": optimizer})
+    assert loaded(tmp_path / "s") == WANT
+    ckpt_tools.convert(tmp_path / "s", tmp_path / "d", to="dcp", optimizer=form)
+    assert loaded(tmp_path / "d") == WANT
+    if form == "flat":
+        ckpt_tools.convert(tmp_path / "d", tmp_path / "g", to="dcp", optimizer="groups")
+        assert loaded(tmp_path / "g") == WANT
+
+
+def test_torch_loads_the_numbers_that_convert_writes(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    ckpt_tools.save(tmp_path / "s", {"model": model, "optimizer": optimizer})
+    ckpt_tools.convert(tmp_path / "s", tmp_path / "p.pt", to="torch", optimizer="ids")
+    stored = torch.load(tmp_path / "p.pt")["optimizer"]
+    assert [group["params"] for group in stored["param_groups"]] == [[0], [1, 2]]
+    model, optimizer = make()
+    optimizer.load_state_dict(stored)
+    assert moments(model, optimizer) == WANT[0]
+    ckpt_tools.convert(tmp_path / "s", tmp_path / "a", to="accelerate")
+    assert loaded(tmp_path / "a") == WANT
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_without_state_gives_its_options(kind: Any, tmp_path: Path) -> None:
+    """`torch.save` stores `state: {}` for plain SGD, and before the first step."""
+    model = nn.Linear(2, 2)
+    optimizer = kind(model.parameters(), lr=0.5)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "p.pt")
+    dcp.save(state, checkpoint_id=tmp_path / "d", no_dist=True)
+    ckpt_tools.convert(tmp_path / "p.pt", tmp_path / "c", to="dcp")
+    ckpt_tools.reshard(tmp_path / "p.pt", tmp_path / "r", to_ranks=2)
+    ckpt_tools.salvage(tmp_path / "p.pt", tmp_path / "s")
+    for name in ("p.pt", "d", "c", "r", "s"):
+        new = kind(model.parameters(), lr=0.1)
+        ckpt_tools.load(tmp_path / name, {"model": model, "optimizer": new})
+        assert new.param_groups[0]["lr"] == 0.5 and not new.state, name
+    other = kind([model.weight], lr=0.1)
+    with pytest.raises(PlanError, match="has 1 parameters, and the one in the checkpoint"):
+        ckpt_tools.load(tmp_path / "p.pt", {"model": model, "optimizer": other})
+
+
+@pytest.mark.parametrize("form", ["groups", "flat", "ids"])
+def test_options_that_are_tensors_go_through_every_naming(form: str, tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, torch.optim.AdamW]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
+        groups = [
+            {"params": list(model[0].parameters())},
+            {"params": list(model[1].parameters()), "weight_decay": 0.3},
+        ]
+        return model, torch.optim.AdamW(groups, lr=torch.tensor(0.05))
+
+    model, optimizer = build()
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    ckpt_tools.save(tmp_path / "s", {"model": model, "optimizer": optimizer})
+    ckpt_tools.convert(tmp_path / "s", tmp_path / "d", to="dcp", optimizer=form)
+    back = "ids" if form == "ids" else "groups"
+    ckpt_tools.convert(tmp_path / "d", tmp_path / "b", to="dcp", optimizer=back)
+    for name in ("d", "b"):
+        new_model, new = build()
+        new.param_groups[0]["lr"].fill_(9.0)
+        ckpt_tools.load(tmp_path / name, {"model": new_model, "optimizer": new})
+        assert [group["lr"].item() for group in new.param_groups] == [pytest.approx(0.05)] * 2
+        for ours, theirs in zip(new_model.parameters(), model.parameters(), strict=True):
+            assert torch.equal(new.state[ours]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+
+
+def test_parameters_of_one_group_with_other_tensor_options_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    groups = [
+        {"params": [model.weight], "lr": torch.tensor(0.1)},
+        {"params": [model.bias], "lr": torch.tensor(0.2)},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    ckpt_tools.save(tmp_path / "s", {"model": model, "optimizer": optimizer})
+    ckpt_tools.convert(tmp_path / "s", tmp_path / "d", to="dcp", optimizer="flat")
+    one = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+    with pytest.raises(PlanError, match="parameters of one group were saved with different"):
+        ckpt_tools.load(tmp_path / "d", {"model": model, "optimizer": one})
+
+
+def test_conjugated_and_negated_views_are_loaded(tmp_path: Path) -> None:
+    def state(value: float) -> dict[str, torch.Tensor]:
+        flat = torch.full((2,), value)
+        return {"conj": torch.complex(flat, flat).conj(), "neg": torch._neg_view(flat)}
+
+    ckpt_tools.save(tmp_path / "s", state(1.0))
+    got = state(0.0)
+    ckpt_tools.load(tmp_path / "s", got)
+    assert all(torch.equal(got[name], value) for name, value in state(1.0).items())
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, state(2.0), asynchronous=False)
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        assert checkpoints.resume(got) == 1
+    assert all(torch.equal(got[name], value) for name, value in state(2.0).items())
