@@ -255,7 +255,7 @@ class OpenedFile:
         at = self._start(self._records["data.pkl"])
         data = read(store, name, at, self._records["data.pkl"].nbytes)
         self._check_pickle(data)
-        self.pickle_nbytes = len(data)
+        self.pickle_start, self.pickle_nbytes = at, len(data)
         self.root = unpickled(data, where, lambda kind: others.update({kind: 0}))
 
     def _check_pickle(self, data: bytes) -> None:
@@ -330,6 +330,12 @@ class OpenedFile:
                 f" ({self._where})"
             )
         return start
+
+
+def pickle_range(store: Store, name: str, size: int) -> tuple[int, int]:
+    """Returns where the pickle of a `torch.save` file lies: its start and bytes."""
+    opened = OpenedFile(store, name, size, UnreadValues())
+    return opened.pickle_start, opened.pickle_nbytes
 
 
 def read_leaves(

@@ -39,7 +39,7 @@ from ckpt_tools.operations.convert.convert import convert_source
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.convert.options import Conversion, check_request
 from ckpt_tools.operations.convert.targets import TARGETS
-from ckpt_tools.operations.merge_reshard import check_kept, model_view, target_dtype
+from ckpt_tools.operations.merge_reshard import check_kept, left_out, model_view, target_dtype
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.manifest import Manifest, open_sealed
 from ckpt_tools.publish.steps import list_steps
@@ -135,7 +135,7 @@ def average(
         hint = _with_own_option(error.hint) if error.hint else None
         raise PlanError(_with_own_option(str(error)), hint=hint) from error
     notes = [_with_own_option(note) for note in result.notes]
-    return replace(result, notes=(*notes, *mean.notes()))
+    return replace(result, left_out=mean.left_out, notes=(*notes, *mean.notes()))
 
 
 def _with_own_option(text: str) -> str:
@@ -286,6 +286,9 @@ class _Mean:
     ) -> None:
         views, self._stripped = _models_of(opened, how)
         _refuse_misfits(opened, views)
+        self.left_out: dict[str, int] = {}
+        for source, view in zip(opened, views, strict=True):
+            self.left_out |= left_out(source.catalog, view)
         check_kept(how.get("keep_dtype", ()), how.get("dtype"), list(views[-1].tensors))
         self._terms = [_term(*found) for found in zip(opened, views, sealed, strict=True)]
         newest, is_kept = views[-1], matcher(how.get("keep_dtype", ()))

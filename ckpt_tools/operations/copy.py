@@ -36,6 +36,7 @@ from ckpt_tools.publish.lock import RootLock
 from ckpt_tools.publish.manifest import (
     Manifest,
     SealedFile,
+    SealedPickle,
     file_name,
     of_source,
     of_store,
@@ -507,8 +508,14 @@ class _Work:
             index=None,
             tensors=self.manifest.tensors if self.manifest else {},
             objects=self.manifest.objects if self.manifest else {},
+            pickles=self._pickles(),
         )
         return Literal(file_name(attempt, self.single), 0, manifest.render()), None
+
+    def _pickles(self) -> dict[str, SealedPickle]:
+        """Returns the sealed pickle of the only file, under its new name."""
+        pickles = self.manifest.pickles if self.manifest else {}
+        return dict(zip((self.single,), pickles.values(), strict=False))
 
     def _through(self, staged: Attempt, advance: Callable[[int], None]) -> dict[str, int]:
         """Transfers files through this process, and returns their checksums by their new names.

@@ -17,12 +17,20 @@ from ckpt_tools.engine.fingerprints import Fingerprints, HashedRange, HashedRang
 from ckpt_tools.errors import IntegrityError, PlanError, printable, redacted
 from ckpt_tools.formats.base import attempt_for, note_of
 from ckpt_tools.formats.registry import INDEXES, folder_of, is_ours
+from ckpt_tools.formats.torch_save import pickle_range
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.batches import ReadBatch
 from ckpt_tools.operations.verification import RecordCheck, Verification
 from ckpt_tools.publish.check_manifest import Problem
 from ckpt_tools.publish.destinations import open_destination
-from ckpt_tools.publish.manifest import Manifest, SealedFile, file_name, seal_file, seal_tensors
+from ckpt_tools.publish.manifest import (
+    Manifest,
+    SealedFile,
+    SealedPickle,
+    file_name,
+    seal_file,
+    seal_tensors,
+)
 from ckpt_tools.storage import read
 from ckpt_tools.transfer.options import Path_, Reading
 
@@ -126,6 +134,7 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
         index=(index, SealedFile(len(data), hex64(crc64nvme(data)))) if index else None,
         tensors=seal_tensors(plan_values(tensors), found.fingerprints()),
         objects={fqn: seal_file(e.nbytes, crcs[fqn], ()) for fqn, e in objects.items()},
+        pickles=_pickles(work, sizes),
     )
     name = file_name(attempt, file)
     place = open_destination(folder.url, options.get("storage_options"))
@@ -138,6 +147,17 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
         tuple(found.unknown),
         time.monotonic() - began,
     )
+
+
+def _pickles(work: Verification, sizes: Mapping[str, int]) -> dict[str, SealedPickle]:
+    """Returns the checksums of the pickles of `torch.save` files."""
+    assert work.catalog is not None
+    found: dict[str, SealedPickle] = {}
+    for name, start, nbytes, *_ in work.catalog.archives:
+        if start == 0 and nbytes == sizes.get(name):
+            where = pickle_range(work.store, name, nbytes)
+            found[name] = SealedPickle(*where, hex64(crc64nvme(read(work.store, name, *where))))
+    return found
 
 
 def _refuse(problems: Sequence[Problem]) -> None:

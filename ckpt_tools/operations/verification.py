@@ -19,7 +19,7 @@ from ckpt_tools.engine.run import run_batches
 from ckpt_tools.engine.scan import Finding, ScanSink
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
 from ckpt_tools.engine.sinks import Checksum, HashSink
-from ckpt_tools.errors import CatalogError, FormatError, printable
+from ckpt_tools.errors import CatalogError, FormatError, IntegrityError, printable
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import MANIFEST, PIN, note_of
 from ckpt_tools.formats.registry import Format, detect, folder_of, is_ours
@@ -35,7 +35,14 @@ from ckpt_tools.publish.check_manifest import (
     list_sealed,
     run_shared,
 )
-from ckpt_tools.publish.manifest import Manifest, names_in, of_store, parse_manifest, strays_of
+from ckpt_tools.publish.manifest import (
+    Manifest,
+    check_pickles,
+    names_in,
+    of_store,
+    parse_manifest,
+    strays_of,
+)
 from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage import Overlay, Store, read
 from ckpt_tools.storage.retries import read_again_if_wrong
@@ -270,7 +277,24 @@ class Verification:
             for fqn, extent in objects.items()
             if hex64(crcs[fqn]) != self.manifest.objects[fqn].crc64nvme
         ]
-        return problems
+        return problems + self._doubtful_values()
+
+    def _doubtful_values(self) -> list[Problem]:
+        """Returns a problem for each plain value, if a pickle is not the sealed one."""
+        assert self.manifest is not None and self.catalog is not None
+        try:
+            check_pickles(self.manifest, self.store, self.catalog)
+        except IntegrityError as error:
+            catalog = self.catalog
+            extents = [(fqn, item.extent) for fqn, item in catalog.objects.items()]
+            extents += [(t.fqn, c.extent) for t in catalog.tensors.values() for c in t.chunks[:1]]
+            file = next(iter(self.manifest.pickles), "")
+            return [
+                self._problem(file, f"gives a value that cannot be trusted: {error}", fqn)
+                for fqn, extent in extents
+                if extent.file in catalog.made
+            ]
+        return []
 
     def _whole_tensors(self, files: set[str] | None = None) -> list[TensorEntry]:
         """Returns the tensors without structural flaws; only those in `files`, if given."""

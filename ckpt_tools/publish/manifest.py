@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 from ckpt_tools.core.box import whole
 from ckpt_tools.core.catalog import TORCH_ZIP, BytesEntry, Catalog
 from ckpt_tools.core.checksum import crc64nvme, hex64
-from ckpt_tools.core.plan import Plan
+from ckpt_tools.core.plan import Literal, Plan
 from ckpt_tools.core.statistics import TensorStatistics, unpack_statistics
 from ckpt_tools.errors import FormatError, IntegrityError, printable
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import MANIFEST, note_name, note_of, short_name
+from ckpt_tools.formats.dcp.format import is_data_file
 from ckpt_tools.formats.registry import INDEXES, Source, folder_of, open_source
 from ckpt_tools.storage import Store, read
 from ckpt_tools.storage.retries import read_again_if_wrong
@@ -45,6 +46,14 @@ class SealedFile(NamedTuple):
     nbytes: int
     crc64nvme: str
     ranges: tuple[SealedRange, ...] = ()
+
+
+class SealedPickle(NamedTuple):
+    """The range of a `torch.save` file that has its pickle, and the checksum as 16 hex digits."""
+
+    start: int
+    nbytes: int
+    crc64nvme: str
 
 
 class SealedTensor(NamedTuple):
@@ -74,6 +83,7 @@ class Manifest:
     index: tuple[str, SealedFile] | None
     tensors: Mapping[str, SealedTensor] = field(repr=False)
     objects: Mapping[str, SealedFile] = field(default_factory=dict, repr=False)
+    pickles: Mapping[str, SealedPickle] = field(default_factory=dict, repr=False)
     step: int | None = None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     timing: Mapping[str, float | None] = field(default_factory=dict)
@@ -125,14 +135,14 @@ class Manifest:
         return text + f',\n "crc64nvme": "{hex64(crc64nvme(text))}"\n}}\n'.encode("ascii")
 
 
-def _table(entries: Mapping[str, SealedFile | SealedTensor]) -> str:
+def _table(entries: Mapping[str, SealedFile | SealedTensor | SealedPickle]) -> str:
     lines = [
         f"  {json.dumps(name)}: {json.dumps(_fields(entry))}" for name, entry in entries.items()
     ]
     return "{\n" + ",\n".join(lines) + "\n }" if lines else "{}"
 
 
-def _fields(entry: SealedFile | SealedTensor) -> dict[str, Any]:
+def _fields(entry: SealedFile | SealedTensor | SealedPickle) -> dict[str, Any]:
     values = {
         _KEYS.get(key, key): value
         for key, value in entry._asdict().items()
@@ -156,8 +166,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 _OPTIONAL = ("ranges", "statistics")  # absent rather than empty
 _KEYS = {"ranges": "runs"}  # in the text, if it differs from the field
-_TABLES = ("files", "tensors", "objects")  # a line for each entry
-_OMITTED = ("metrics", "timing", "objects")  # absent rather than empty
+_TABLES = ("files", "tensors", "objects", "pickles")  # a line for each entry
+_OMITTED = ("metrics", "timing", "objects", "pickles")  # absent rather than empty
 _HEX = re.compile(r"[0-9a-f]+")
 _ATTEMPT = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _OWN = re.compile(rb',\n "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
@@ -200,6 +210,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
             index=None if index is None else (str(index["name"]), _sealed(index)),
             tensors={str(fqn): _sealed_tensor(entry) for fqn, entry in body["tensors"].items()},
             objects={str(fqn): _sealed(entry) for fqn, entry in body.get("objects", {}).items()},
+            pickles={str(name): _pickle(entry) for name, entry in body.get("pickles", {}).items()},
         )
     except (
         ValueError,
@@ -297,6 +308,7 @@ def of_source(source: Source) -> Manifest | None:
     if manifest is not None:
         check_files(manifest, source)
         _check_indexes(manifest, source.catalog)
+        check_pickles(manifest, source.store, source.catalog)
         _check_headers(manifest, source.catalog)
         _check_names(manifest, source.catalog)
     return manifest
@@ -400,6 +412,63 @@ def _check_indexes(manifest: Manifest, catalog: Catalog) -> None:
             )
 
 
+def check_pickles(manifest: Manifest, store: Store, catalog: Catalog) -> None:
+    """Compares the pickles of `torch.save` files with their checksums in the manifest.
+
+    A pickle has every name and plain value. A short file is compared as a whole.
+
+    Raises:
+        IntegrityError: one is not what was sealed.
+    """
+    sizes = catalog.file_sizes
+    used = {e.file for e in catalog.archives if e.start == 0 and e.nbytes == sizes.get(e.file)}
+    sealed = {name: manifest.pickles.get(name) for name in sorted(used & manifest.files.keys())}
+    for name, found in sealed.items():
+        whole_file = manifest.files[name]
+        if found is None and whole_file.nbytes <= _READ_BYTES:
+            sealed[name] = SealedPickle(0, whole_file.nbytes, whole_file.crc64nvme)
+    ranges = {name: found for name, found in sealed.items() if found is not None}
+    store.will_read((name, found.start, found.nbytes) for name, found in ranges.items())
+    for name, (start, nbytes, expected) in ranges.items():
+        got = (
+            hex64(crc64nvme(read(store, name, start, nbytes)))
+            if start + nbytes <= sizes[name]
+            else "a shorter file"
+        )
+        if got != expected:
+            raise IntegrityError(
+                f"the pickle of a file is not the sealed one: expected CRC-64 {expected}, got {got}"
+                f" ({printable(name)})",
+                hint=_DAMAGED_INDEX,
+            )
+
+
+def check_file(manifest: Manifest | None, name: str, data: bytes) -> None:
+    """Compares a small file that was read with its checksum in the manifest, if it has one.
+
+    Raises:
+        IntegrityError: it is not what was sealed.
+    """
+    if manifest is None:
+        return
+    sealed = {**manifest.files, **dict([manifest.index] if manifest.index else ())}.get(name)
+    if sealed is not None and hex64(crc64nvme(data)) != sealed.crc64nvme:
+        raise IntegrityError(
+            f"a file is not the sealed one: expected CRC-64 {sealed.crc64nvme}, got"
+            f" {hex64(crc64nvme(data))} ({printable(name)})",
+            hint="restore it; or remove the manifest, if the file was changed on purpose",
+        )
+
+
+def seal_pickles(literals: Iterable[Literal]) -> dict[str, SealedPickle]:
+    """Returns the checksums of the pickles at the beginning of files that are laid out."""
+    return {
+        file: SealedPickle(0, len(data), hex64(crc64nvme(data)))
+        for file, start, data in literals
+        if start == 0 and data.startswith(b"PK") and not is_data_file(file)
+    }
+
+
 def _check_names(manifest: Manifest, catalog: Catalog) -> None:
     """Refuses a checkpoint that lacks sealed tensors: names come from those of files, too.
 
@@ -489,6 +558,13 @@ def _sealed_range(found: Sequence[Any], file_nbytes: int) -> SealedRange:
     ):
         raise ValueError(f"a range is {found!r} of a file of {file_nbytes} bytes")
     return SealedRange(start, nbytes, _hex(crc64), _hex(crc32, 8))
+
+
+def _pickle(entry: Mapping[str, Any]) -> SealedPickle:
+    start, nbytes = entry["start"], entry["nbytes"]
+    if type(start) is not int or type(nbytes) is not int or min(start, nbytes) < 0:
+        raise ValueError(f"a pickle is at {start!r}, {nbytes!r} bytes")
+    return SealedPickle(start, nbytes, _hex(entry["crc64nvme"]))
 
 
 def _numbers(key: str, entry: Mapping[str, Any]) -> dict[str, float | None]:

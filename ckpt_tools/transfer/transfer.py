@@ -44,6 +44,7 @@ from ckpt_tools.publish.manifest import (
     of_store,
     seal_file,
     seal_objects,
+    seal_pickles,
     seal_tensors,
 )
 from ckpt_tools.publish.steps import number_in
@@ -409,6 +410,7 @@ class Transfer:
         manifest = replace(
             self._manifest(files, seal_tensors(self.plan, self.fingerprints)),
             objects=seal_objects(self.plan, self.fingerprints),
+            pickles=seal_pickles(self.target.literals),
         )
         literal = Literal(file_name(self.attempt_id, self.single), 0, manifest.render())
         self.resume.check_claim()

@@ -8,10 +8,13 @@ import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointError, FormatError, IntegrityError
@@ -122,3 +125,113 @@ def test_names_of_thousands_of_keys_take_no_minutes(tmp_path: Path) -> None:
     code = "import sys, ckpt_tools; ckpt_tools.merge(sys.argv[1], sys.argv[2])"
     done = limited(code, path, tmp_path / "out.safetensors", seconds=100)
     assert done.returncode == 0, done.stderr[-500:]
+
+
+# ---- plain values in pickles ---------------------------------------------------------------------
+
+
+def job(lr: float = 0.5, epoch: int = 7) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+
+
+def refuses_to_read(path: Path, where: Path) -> None:
+    """Loads, converts and reshards: each is refused."""
+    model = nn.Linear(4, 4)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "epoch": 0}
+    with pytest.raises(IntegrityError):
+        ckpt_tools.load(path, state)
+    with pytest.raises(IntegrityError):
+        ckpt_tools.convert(path, where / "x.pt", to="torch")
+    with pytest.raises(IntegrityError):
+        ckpt_tools.reshard(path, where / "y", to_ranks=2)
+    assert not (where / "x.pt").exists() and not (where / "y").exists()
+    assert ckpt_tools.verify(path).problems
+
+
+def test_another_file_with_the_same_tensors_is_not_the_sealed_one(tmp_path: Path) -> None:
+    state = job()
+    torch.save(state, tmp_path / "q.pt")
+    ckpt_tools.seal(tmp_path / "q.pt")
+    state["optimizer"]["param_groups"][0].update(params=[1, 0], lr=99.0)
+    torch.save(state | {"epoch": 8}, tmp_path / "q.pt")
+    refuses_to_read(tmp_path / "q.pt", tmp_path)
+    result = ckpt_tools.salvage(tmp_path / "q.pt", tmp_path / "s")
+    assert {"epoch", "optimizer.param_groups.0.lr"} <= set(result.lost)
+    assert not ckpt_tools.inspect(tmp_path / "s").total.num_objects
+
+
+def test_a_flip_in_a_pickle_without_checksums_is_found(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(job(epoch=71077345), tmp_path / "q.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    ckpt_tools.seal(tmp_path / "q.pt")
+    data = bytearray((tmp_path / "q.pt").read_bytes())
+    data[data.index((71077345).to_bytes(4, "little"))] ^= 1
+    (tmp_path / "q.pt").write_bytes(data)
+    assert torch.load(tmp_path / "q.pt")["epoch"] == 71077344
+    refuses_to_read(tmp_path / "q.pt", tmp_path)
+
+
+@pytest.mark.parametrize(("to", "name"), [("torch", "out.pt"), ("per-rank", "out")])
+def test_values_of_files_that_convert_wrote_are_sealed(to: str, name: str, tmp_path: Path) -> None:
+    torch.save(job(), tmp_path / "q.pt")
+    ckpt_tools.convert(tmp_path / "q.pt", tmp_path / name, to=to, param_order="model")
+    files = [tmp_path / name] if to == "torch" else list((tmp_path / name).glob("optim_*.pt"))
+    state = torch.load(files[0], weights_only=False)
+    optimizer = state["optimizer"] if to == "torch" else state
+    assert ckpt_tools.verify(tmp_path / name).problems == []
+    optimizer["param_groups"][0]["lr"] = 77.0
+    torch.save(state, files[0])
+    (tmp_path / "new").mkdir()
+    refuses_to_read(tmp_path / name, tmp_path / "new")
+
+
+def test_values_beside_dcp_are_sealed_with_it(tmp_path: Path) -> None:
+    dcp.save({"state_dict": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "l", no_dist=True)
+    torch.save({"epoch": 7}, tmp_path / "l" / "meta.pt")
+    ckpt_tools.seal(tmp_path / "l")
+    state = {"state_dict": {"w": torch.zeros(2)}, "epoch": 0}
+    ckpt_tools.load(tmp_path / "l", state)
+    assert state["epoch"] == 7
+    torch.save({"epoch": 8}, tmp_path / "l" / "meta.pt")
+    with pytest.raises(IntegrityError, match=r"pickle of a file is not the sealed one.*meta\.pt"):
+        ckpt_tools.load(tmp_path / "l", state)
+
+
+def test_a_sealed_adapter_and_side_files_are_compared(tmp_path: Path) -> None:
+    (tmp_path / "cfg").mkdir()
+    (tmp_path / "base").mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none"}
+    (tmp_path / "cfg/adapter_config.json").write_text(json.dumps(config))
+    weight = torch.randn(6, 4)
+    save_file({"model.q.weight": weight}, tmp_path / "base/model.safetensors")
+    matrices = {
+        "base_model.model.model.q.base_layer.weight": weight,
+        "base_model.model.model.q.lora_A.default.weight": torch.randn(2, 4),
+        "base_model.model.model.q.lora_B.default.weight": torch.randn(6, 2),
+    }
+    torch.save(matrices, tmp_path / "full.pt")
+    adapter = tmp_path / "adapter"
+    ckpt_tools.convert(tmp_path / "full.pt", adapter, to="peft", base=tmp_path / "cfg")
+    ckpt_tools.merge(tmp_path / "base", tmp_path / "m.safetensors", lora=adapter)
+    for name, old, new in (
+        ("adapter_model.safetensors", None, None),
+        ("adapter_config.json", b'"lora_alpha": 4', b'"lora_alpha": 5'),
+    ):
+        sound = (adapter / name).read_bytes()
+        flipped = sound[:-1] + bytes([sound[-1] ^ 0x40])
+        (adapter / name).write_bytes(flipped if old is None else sound.replace(old, new))
+        with pytest.raises(IntegrityError, match="sealed"):
+            ckpt_tools.merge(tmp_path / "base", tmp_path / "n.safetensors", lora=adapter)
+        if old is not None:
+            with pytest.raises(IntegrityError, match="a file is not the sealed one"):
+                ckpt_tools.convert(tmp_path / "full.pt", tmp_path / "b", to="peft", base=adapter)
+        (adapter / name).write_bytes(sound)
+    assert not (tmp_path / "n.safetensors").exists() and not (tmp_path / "b").exists()

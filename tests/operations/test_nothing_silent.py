@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckpt_tools
@@ -72,6 +72,33 @@ def test_a_shard_that_the_index_does_not_name_is_named(tmp_path: Path, ckpt: Run
     assert "beside: model-00002-of-00002.safetensors" in ckpt("inspect", folder).stdout
     said = notes(ckpt_tools.convert(folder, tmp_path / "x", to="dcp"))
     assert "stay behind: model-00002-of-00002.safetensors" in said
+
+
+def test_an_optimizer_of_any_name_stays_out_of_a_model_file(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    optimizer = step(model, model.parameters()).state_dict()
+    torch.save({"net": model.state_dict(), "opt": optimizer}, tmp_path / "one.pt")
+    two = {"gen": model.state_dict(), "disc": model.state_dict(), "opt_g": optimizer}
+    torch.save(two, tmp_path / "two.pt")
+    ckpt_tools.merge(tmp_path / "one.pt", tmp_path / "m.safetensors")
+    for name, keys in (("one", {"weight", "bias"}), ("two", None)):
+        out = tmp_path / f"{name}.safetensors"
+        result = ckpt_tools.convert(tmp_path / f"{name}.pt", out, to="safetensors", dtype="bf16")
+        names = set(load_file(out))
+        assert names == (keys or {f"{k}.{n}" for k in ("gen", "disc") for n in ("weight", "bias")})
+        assert any(key.startswith("opt") for key in result.left_out)
+
+
+def test_tensors_that_no_model_has_are_named(tmp_path: Path) -> None:
+    names = ("encoder.weight", "scaler.weight", "sampler.w", "steps")
+    save_file({name: torch.ones(2) for name in names}, tmp_path / "s.safetensors")
+    source = tmp_path / "s.safetensors"
+    left = {"sampler", "scaler", "steps"}
+    assert set(ckpt_tools.merge(source, tmp_path / "m.safetensors").left_out) == left
+    result = ckpt_tools.average([source, source], tmp_path / "a.safetensors")
+    assert set(result.left_out) == left
+    said = notes(ckpt_tools.convert(source, tmp_path / "d", to="dcp", dtype="bf16"))
+    assert "not of the model, so not cast" in said and "scaler.weight" in said
 
 
 def test_a_sound_model_is_rescued_from_beside_a_damaged_optimizer(tmp_path: Path) -> None:

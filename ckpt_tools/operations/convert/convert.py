@@ -103,12 +103,7 @@ def convert_source(
         raise PlanError("--param-order is for optimizers, and only the model is written")
     order = _model_order(source) if isinstance(given, str) else given
     keeps_order = source.format in (torch_save, per_rank)
-    taken = take_apart(
-        replace(source.catalog, objects={}) if is_model else source.catalog,
-        source.store,
-        order,
-        keeps_order,
-    )
+    taken = take_apart(source.catalog, source.store, order, keeps_order, bool(is_model))
     is_numbered = not is_model and (TARGETS[to].forms == ("ids",) or how.get("optimizer") == "ids")
     check_used(
         order,
@@ -116,8 +111,6 @@ def convert_source(
     )
     if is_numbered:
         taken.optimizers = [in_order(optimizer, order) for optimizer in taken.optimizers]
-    if is_model:
-        taken = replace(taken, optimizers=[], tensors={}, objects={}, paths={}, notes=[])
     if how.get("optimizer") in ("groups", "flat"):
         if taken.untouched:
             whose = printable(taken.untouched[0])

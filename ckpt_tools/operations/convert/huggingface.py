@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from ckpt_tools.core.plan import plan_values
 from ckpt_tools.engine.run import run_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
 from ckpt_tools.engine.sinks import HashSink
-from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable
+from ckpt_tools.errors import FormatError, IntegrityError, PlanError, StorageError, printable
 from ckpt_tools.formats.base import note_of
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.operations.convert.child_process import last_line, run_python
-from ckpt_tools.storage import is_url
-from ckpt_tools.storage.small_files import parse_json, read_beside
+from ckpt_tools.publish.manifest import check_file, find_manifest
+from ckpt_tools.storage import LocalStore, is_url
+from ckpt_tools.storage.small_files import MAX_JSON_BYTES, parse_json, read_beside
 
 _OF_TRAINERS = ("trainer_state.json", "training_args.json")
 _WEIGHTS = (
@@ -80,7 +82,7 @@ def read_config(base: str | os.PathLike[str]) -> dict[str, Any]:
         PlanError: it has none that can be read.
     """
     try:
-        config = parse_json(read_beside(base, "config.json"))
+        config = parse_json(_read_sealed(base, "config.json"))
     except (StorageError, ValueError) as error:
         raise PlanError(
             f"--base: no readable config.json in {printable(str(base))}: {printable(str(error))}"
@@ -88,6 +90,20 @@ def read_config(base: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise PlanError(f"--base: config.json holds no table ({printable(str(base))})")
     return config
+
+
+def _read_sealed(base: str | os.PathLike[str], name: str, most: int = MAX_JSON_BYTES) -> bytes:
+    """Returns a file of a model's directory, and compares it with the directory's manifest."""
+    data = read_beside(base, name, most)
+    store = LocalStore(Path(base))
+    try:
+        with suppress(FormatError):  # a malformed manifest seals nothing
+            manifest = find_manifest(store)
+            if manifest is not None:
+                check_file(manifest, name, data)
+    finally:
+        store.close()
+    return data
 
 
 def find_base(src: str) -> str:
@@ -111,7 +127,7 @@ def adapter_config(base: str | os.PathLike[str], tensors: Mapping[str, TensorEnt
         PlanError: it has none that can be read, or one of another rank.
     """
     try:
-        data = read_beside(base, "adapter_config.json")
+        data = _read_sealed(base, "adapter_config.json")
         config = parse_json(data)
         patterns = config.get("rank_pattern") or {}
         known = {config.get("r"), *patterns.values()}
@@ -173,7 +189,7 @@ def base_files(
             continue
         try:
             left = _MAX_TOTAL_BYTES - sum(map(len, files.values()))
-            files[name] = read_beside(folder, name, min(_MAX_FILE_BYTES, left))
+            files[name] = _read_sealed(folder, name, min(_MAX_FILE_BYTES, left))
         except StorageError as error:
             raise PlanError(
                 f"--base: {error}", hint="move it away, or put the file itself in its place"

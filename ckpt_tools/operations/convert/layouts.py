@@ -105,6 +105,7 @@ class TargetLayout:
         select, exclude = self.how.get("select", ()), self.how.get("exclude", ())
         check_kept(self.how.get("keep_dtype", ()), self.how.get("dtype"), list(catalog.tensors))
         self.parts.notes += uncast(catalog.tensors.values(), self.how.get("dtype"))
+        self.parts.notes += self._not_of_the_model()
         kept = choose(replace(catalog, unread=self._unread()), select, exclude)
         refuse_unread(kept)
         if excluded := [t for fqn, t in catalog.tensors.items() if fqn not in kept.tensors]:
@@ -118,6 +119,14 @@ class TargetLayout:
                 hint="choose other globs for --select and --exclude",
             )
         return kept
+
+    def _not_of_the_model(self) -> list[str]:
+        """Returns a note on tensors that no `dtype` casts: those of neither model nor optimizer."""
+        names = [fqn for fqn, t in self.parts.tensors.items() if t.dtype.is_castable]
+        if self.how.get("dtype") is None or not names:
+            return []
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return [f"not of the model, so not cast: {printable(', '.join(names[:3]))}{more}"]
 
     def _unread(self) -> dict[str, str]:
         """Returns the tensors of unread kinds, by the names that they would have."""

@@ -20,13 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tools.core.box import Box
-from ckpt_tools.core.catalog import Catalog, TensorEntry, model_only
+from ckpt_tools.core.catalog import RAW, Catalog, TensorEntry, model_only
+from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.engine.kernels import cast
 from ckpt_tools.engine.run import Alter
-from ckpt_tools.errors import FormatError, PlanError, printable
+from ckpt_tools.errors import FormatError, IntegrityError, PlanError, printable
 from ckpt_tools.formats.registry import Source, open_source
-from ckpt_tools.publish.manifest import open_sealed
+from ckpt_tools.publish.manifest import Manifest, check_file, open_sealed
 from ckpt_tools.storage import read
 from ckpt_tools.storage.small_files import MAX_JSON_BYTES, parse_json
 
@@ -69,17 +70,17 @@ def read_lora(
         PlanError: its kind cannot be merged, or it does not fit the weights.
         FormatError: it is malformed.
     """
-    source, _ = open_sealed(folder, storage_options)
+    source, manifest = open_sealed(folder, storage_options)
     try:
-        return _read_lora(source, catalog, model)
+        return _read_lora(source, manifest, catalog, model)
     finally:
         source.store.close()
 
 
 def _read_lora(
-    source: Source, catalog: Catalog, model: Catalog
+    source: Source, manifest: Manifest | None, catalog: Catalog, model: Catalog
 ) -> tuple[dict[str, Alter], list[str]]:
-    config = _config(source)
+    config = _config(source, manifest)
     sides: dict[str, dict[str, Matrix]] = {}
     # the directory of a job also has an optimizer
     adapter = model_only(source.catalog)[0] if source.catalog.paths else source.catalog
@@ -98,7 +99,7 @@ def _read_lora(
                 f" {match['side']} ({printable(source.path)})",
                 hint="give each adapter a directory of its own",
             )
-        pair[match["side"]] = _matrix(source, entry)
+        pair[match["side"]] = _matrix(source, manifest, entry)
     result: dict[str, Alter] = {}
     cut = _without_key(sides, model)
     flag = bool(config.get("fan_in_fan_out"))
@@ -255,11 +256,13 @@ def version(
         source.store.close()
 
 
-def _config(source: Source) -> Mapping[str, Any]:
+def _config(source: Source, manifest: Manifest | None) -> Mapping[str, Any]:
     try:
         if source.folder.size("adapter_config.json") > MAX_JSON_BYTES:
             raise ValueError(f"more than {MAX_JSON_BYTES} bytes")
-        config: dict[str, Any] = parse_json(read(source.folder, "adapter_config.json"))
+        data = read(source.folder, "adapter_config.json")
+        check_file(manifest, "adapter_config.json", data)
+        config: dict[str, Any] = parse_json(data)
         if not isinstance(config, dict):
             raise TypeError("it is no object")
         _check_scales(config)
@@ -341,15 +344,33 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
     return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
 
 
-def _matrix(source: Source, entry: TensorEntry) -> Matrix:
-    """Returns a matrix as float32."""
+def _matrix(source: Source, manifest: Manifest | None, entry: TensorEntry) -> Matrix:
+    """Returns a matrix as float32.
+
+    Raises:
+        PlanError: it is no matrix that can be merged here.
+        IntegrityError: it is not what was sealed.
+    """
     if len(entry.shape) != 2 or not entry.dtype.is_castable:
         raise PlanError(
             f"only LoRA of linear layers is merged: {printable(entry.fqn)!r} is {entry.dtype.name}"
             f" {list(entry.shape)}"
         )
     extent = entry.chunks[0].extent
+    if len(entry.chunks) > 1 or extent.packing != RAW or extent.strides is not None:
+        raise PlanError(
+            f"an adapter whose matrices are split or not row-major: {printable(entry.fqn)!r}"
+            f" ({printable(source.path)})",
+            hint="write it anew: ckpt convert ADAPTER OUT --to peft --base ADAPTER",
+        )
     data = np.frombuffer(read(source.store, extent.file, extent.start, extent.nbytes), np.uint8)
+    sealed = manifest.tensors.get(entry.fqn) if manifest is not None else None
+    if sealed is not None and hex64(crc64nvme(data)) != sealed.fingerprint:
+        raise IntegrityError(
+            f"a matrix of the adapter is not what was sealed: expected CRC-64 {sealed.fingerprint},"
+            f" got {hex64(crc64nvme(data))} ({printable(entry.fqn)!r})",
+            hint="ckpt verify names what is damaged; restore the file",
+        )
     singles = np.empty(math.prod(entry.shape) * 4, np.uint8)
     cast(data, entry.dtype, singles, BY_NAME["float32"])
     return singles.view(np.float32).reshape(entry.shape)

@@ -144,7 +144,11 @@ class TrainingState:
 
 
 def take_apart(
-    catalog: Catalog, store: Store, order: Order | None = None, keeps_order: bool = False
+    catalog: Catalog,
+    store: Store,
+    order: Order | None = None,
+    keeps_order: bool = False,
+    only_model: bool = False,
 ) -> TrainingState:
     """Returns the parts of a checkpoint. It reads the options of optimizers: small objects.
 
@@ -153,12 +157,13 @@ def take_apart(
         store: where its objects lie.
         order: the parameters that an optimizer's numbers mean; see `read_order`.
         keeps_order: the format keeps entries in the order of the job.
+        only_model: return the model alone, and read no object.
 
     Raises:
         FormatError: an optimizer's options cannot be read.
         PlanError: `order` does not fit, or no optimizer needs it.
     """
-    found = _find(catalog, store)
+    found = _find(catalog, None if only_model else store)
     mine = {fqn for names in found.values() for fqn in names}
     prefix = find_model(catalog)
     model: dict[str, TensorEntry] = {}
@@ -176,6 +181,8 @@ def take_apart(
                 places[name] = place
         else:
             tensors[fqn] = entry
+    if only_model:
+        return TrainingState(prefix, model, [], {}, {}, {}, [], places)
     objects = {fqn: item for fqn, item in catalog.objects.items() if fqn not in mine}
     paths = {fqn: path for fqn, path in catalog.paths.items() if fqn in tensors or fqn in objects}
     parts = TrainingState(prefix, model, [], tensors, objects, paths, [], places)
@@ -210,8 +217,11 @@ def check_used(order: Order | None, numbered: Sequence[str]) -> None:
 Entry = tuple[str, str, Any]  # kind ("state" or "param_groups"), rest of the name, value
 
 
-def _find(catalog: Catalog, store: Store) -> dict[str, dict[str, Entry]]:
-    """Returns the entries of each optimizer by name, with the objects read."""
+def _find(catalog: Catalog, store: Store | None) -> dict[str, dict[str, Entry]]:
+    """Returns the entries of each optimizer by name, with the objects read.
+
+    Without a store, these are the tensors only.
+    """
     is_bare = any(fqn.startswith("param_groups.") for fqn in catalog.objects)
     others = sorted((".".join(path) for path in find_optimizers(catalog)), key=len, reverse=True)
     by_key = (
@@ -229,6 +239,8 @@ def _find(catalog: Catalog, store: Store) -> dict[str, dict[str, Entry]]:
     for fqn in catalog.tensors:
         if match := match_of(fqn):
             found.setdefault(match[1], {})[fqn] = (match[2], match[3], catalog.tensors[fqn])
+    if store is None:
+        return found
     for fqn in catalog.objects:
         if match := match_of(fqn):
             wanted.append((fqn, match))
