@@ -71,7 +71,7 @@ class Checkpoints(_Manager):  # type: ignore[misc]
         for one in [path] if isinstance(path, str) else path:
             if is_url(one):
                 root, _, name = one.rpartition("/")
-                open_root(root).remove(name, "")
+                open_root(root).remove(name, "", lambda _: "")
             else:
                 super().remove_previous_save_local_path(one)
 

@@ -22,16 +22,23 @@ from ckpt_tools.core.catalog import (
     refuse_unread,
 )
 from ckpt_tools.core.logs import log
-from ckpt_tools.errors import CheckpointError, NotACheckpointError, PlanError, printable
+from ckpt_tools.errors import (
+    CheckpointError,
+    NotACheckpointError,
+    PlanError,
+    StorageError,
+    printable,
+)
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.registry import Request, Source, TargetTensor, open_source
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.merge_reshard import dtype_by_name, saved_boxes, target_dtype
 from ckpt_tools.publish.destinations import open_destination, open_root
+from ckpt_tools.publish.manifest import Manifest, find_manifest
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.staying import reason_to_stay
 from ckpt_tools.publish.steps import Step, damage, list_steps
-from ckpt_tools.storage import read
+from ckpt_tools.storage import open_store, read
 from ckpt_tools.transfer.options import Options, Path_, Reading
 from ckpt_tools.transfer.transfer import TransferRequest, transfer
 
@@ -284,9 +291,29 @@ def _thin_one(
             left_out=gone,
             about={"thinned": sorted({*step.thinned, *gone})},
             in_place=True,
+            prove=lambda _: _check_unchanged(step, options),
         )
     )
     return ThinnedStep(step.number, str(step.path), step.nbytes, sum(moved.files.values()), gone)
+
+
+def _check_unchanged(step: Step, options: Reading) -> None:
+    """Makes sure that a step is still the one that was read: a job may have saved its number anew.
+
+    Raises:
+        StorageError: it is another one.
+    """
+    manifest = _sealed_now(step, options)
+    if manifest is None or manifest.attempt != step.attempt:
+        raise StorageError(f"another save has taken its place: {printable(str(step.path))}")
+
+
+def _sealed_now(step: Step, options: Reading) -> Manifest | None:
+    store = open_store(step.path, options.get("storage_options"))
+    try:
+        return find_manifest(store)
+    finally:
+        store.close()
 
 
 def _kept_part(catalog: Catalog, drop: Sequence[str]) -> Catalog:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
+from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.formats.base import LOCK, PIN, note_of
 from ckpt_tools.formats.registry import INDEXES
 from ckpt_tools.publish.bucket import RemoteDestination
-from ckpt_tools.publish.leftovers import files_of_attempts, remove_abandoned
+from ckpt_tools.publish.leftovers import files_of_attempts, has_index, remove_abandoned
 from ckpt_tools.publish.lock import Lease
 from ckpt_tools.publish.manifest import names_in
 from ckpt_tools.publish.run_root import GRACE_S, Leftover, RootEntries
@@ -83,9 +84,16 @@ class BucketRoot:
     def unpin(self, name: str) -> None:
         self._store(name).remove([PIN])
 
-    def remove(self, name: str, attempt: str) -> None:
+    def remove(self, name: str, attempt: str, reason_to_keep: Callable[[str], str]) -> None:
+        """See `RunRoot`. A store removes no object on a condition, so it looks just before."""
         del attempt
-        _remove(self._folders.get(name) or self._store(name))
+        store = self._store(name)
+        if not has_index(store.list_files()):
+            return
+        self._folders = {**self._folders, name: store}
+        if reason := reason_to_keep(name):
+            raise StorageError(f"{printable(name)} stays: {reason}")
+        _remove(store)
 
     def rename(self, old: str, new: str) -> None:
         source, target = self._store(old), self._store(new)

@@ -32,19 +32,25 @@ def remove_abandoned(store: RemoteStore, grace_s: float, dry_run: bool) -> list[
     assert now is not None
     before = now - dt.timedelta(seconds=grace_s)
     folders = store.enter_all()
-    objects = [
-        name for folder, step in folders.items() for name in _unfinished(step, folder, before)
-    ]
-    objects += _abandoned_notes(store, before)
+    objects: list[str] = []
+    for folder, step in folders.items():
+        found = _unfinished(step, before)
+        if found and not dry_run:
+            # a copy may have continued the work since the listing, and committed it
+            found = found & _unfinished(step.fresh(), before)
+            step.remove(sorted(found))
+        objects += [f"{folder}/{name}" for name in sorted(found)]
+    notes = _abandoned_notes(store, before)
+    objects += notes
     noted = {upload for place in (store, *folders.values()) for upload in _noted_uploads(place)}
     if not dry_run:
-        store.remove(objects)
+        store.remove(notes)
     return [Leftover(f"{store.url}/{name}", "object") for name in objects] + _uploads(
         store.s3, store, before, dry_run, noted
     )
 
 
-def _unfinished(step: RemoteStore, folder: str, before: dt.datetime) -> list[str]:
+def _unfinished(step: RemoteStore, before: dt.datetime) -> set[str]:
     """Returns the old objects of attempts that never got an index, in one folder of a run."""
     files = step.list_files()
     left = {
@@ -58,8 +64,8 @@ def _unfinished(step: RemoteStore, folder: str, before: dt.datetime) -> list[str
         or is_held
         or any(step.modified(name) is None or step.modified(name) > before for name in left)
     ):
-        return []
-    return [f"{folder}/{name}" for name in left if step.object_info(name).is_marked]
+        return set()
+    return {name for name, about in step.about_all(left).items() if about.is_marked}
 
 
 def has_index(files: Iterable[str]) -> bool:

@@ -11,17 +11,25 @@ from typing import TYPE_CHECKING
 from ckpt_tools.core.plan import Literal
 from ckpt_tools.engine.partition import Regions
 from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.publish import journal
-from ckpt_tools.publish import local as local
+from ckpt_tools.publish import journal, local
+from ckpt_tools.publish.attempt_mark import MARK
 from ckpt_tools.publish.base import Attempt, CopyTarget, UploadNotes
 from ckpt_tools.publish.check_manifest import hash_files
 from ckpt_tools.publish.own_files import foreign_in, is_result
+from ckpt_tools.publish.staging import (
+    StagingDirectory,
+    find_dead,
+    staging,
+    staging_path,
+    sync_directory,
+)
 from ckpt_tools.storage import (
     LocalStore,
     Store,
     WritableStore,
     write_file,
 )
+from ckpt_tools.storage.local import failed
 from ckpt_tools.storage.retries import appeared
 
 if TYPE_CHECKING:
@@ -38,14 +46,26 @@ def foreign_files(target: Path) -> list[str]:
             folder.close()
     store = LocalStore(target)
     try:
-        present = [
-            str(path.relative_to(target))
-            for path in sorted(target.rglob("*"))
-            if path.is_symlink() or not path.is_dir()
-        ]
-        return foreign_in(store, present)
+        return foreign_in(store, sorted(_names_below(target)))
     finally:
         store.close()
+
+
+def _names_below(top: Path) -> Iterator[str]:
+    """Yields the files and links below a directory.
+
+    Raises:
+        StorageError: a folder cannot be listed, so it may hold anything.
+    """
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise failed("list", Path(error.filename or top), error) from error
+
+    for folder, folders, files in os.walk(top, onerror=refuse):
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        for name in (*files, *links):
+            yield os.path.relpath(os.path.join(folder, name), top)
 
 
 class LocalDestination:
@@ -96,12 +116,12 @@ class LocalDestination:
         return None
 
     def dead_attempts(self) -> list[Path]:
-        return local.find_dead(self.path)
+        return find_dead(self.path)
 
     def right_files(
         self, attempt: str, files: Mapping[str, int], crcs: Mapping[str, int]
     ) -> set[str]:
-        left = local.staging_path(self.path, attempt)
+        left = staging_path(self.path, attempt)
         return _right_files(LocalStore(left), files, crcs) if left.is_dir() else set()
 
     def existing_result(self) -> tuple[Store, str]:
@@ -120,25 +140,25 @@ class LocalDestination:
         kept_glob: str = "",
         takes_over: Path | None = None,
     ) -> Iterator[Attempt]:
-        with local.staging(self.path, attempt, kept_glob, takes_over) as staging:
+        with staging(self.path, attempt, kept_glob, takes_over) as staged:
             # another process has published since the first look
             if self.exists() and not overwrite:
                 raise appeared(self.url)
-            yield LocalAttempt(staging, overwrite, single, self._accept)
+            yield LocalAttempt(staged, overwrite, single, self._accept)
 
     takes_parts = True
 
     def join(self, attempt: str, single: str = "", shares_files: bool = False) -> Attempt:
-        folder = local.staging_path(self.path, attempt)
+        folder = staging_path(self.path, attempt)
         if not folder.is_dir():
             raise StorageError(
                 f"this rank does not see what rank 0 made: {printable(str(folder))}",
                 hint="the directory must be shared by all ranks",
             )
-        staging = local.StagingDirectory(attempt, folder, self.path)
-        staged = LocalAttempt(staging, False, single)
+        directory = StagingDirectory(attempt, folder, self.path)
+        staged = LocalAttempt(directory, False, single)
         if shares_files:
-            staged.writable = staging.open(creates=False)
+            staged.writable = directory.open(creates=False)
         return staged
 
 
@@ -156,7 +176,7 @@ class LocalAttempt:
 
     def __init__(
         self,
-        staging: local.StagingDirectory,
+        staging: StagingDirectory,
         overwrite: bool,
         single: str,
         accept: Callable[[str], None] | None = None,
@@ -201,7 +221,7 @@ class LocalAttempt:
                 (self.folder / name).unlink(missing_ok=True)
                 own.create(name, nbytes).abort()
         for name in there.keys() - files.keys():
-            if not PurePath(name).match(journal.GLOB):
+            if not PurePath(name).match(journal.GLOB) and not name.startswith(MARK):
                 (self.folder / name).unlink()
         self.writable = self._staging.open(creates=False)
 
@@ -224,8 +244,8 @@ class LocalAttempt:
 
     def sync(self) -> None:
         for folder in self.writable.folders():
-            local.sync_directory(self._staging.path / folder)
-        local.sync_directory(self._staging.path)
+            sync_directory(self._staging.path / folder)
+        sync_directory(self._staging.path)
 
     def publish(self, manifest: Literal | None, index: Literal | None) -> list[str]:
         for literal in (manifest, index):

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Container, Mapping
+import time
+from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.formats.base import PIN, note_of
-from ckpt_tools.publish.flock import owner_problem
-from ckpt_tools.publish.local import remove_dead, sync_directory, trash_path
+from ckpt_tools.publish.attempt_mark import remove_tree
+from ckpt_tools.publish.flock import owner_problem, release
 from ckpt_tools.publish.local_destination import LocalDestination
 from ckpt_tools.publish.lock import FileLock, wait_for_lock_file
 from ckpt_tools.publish.rename import publish_name
 from ckpt_tools.publish.run_root import GRACE_S, Leftover, RootEntries
+from ckpt_tools.publish.staging import (
+    LONG_TRIES,
+    lock_directory,
+    remove_dead,
+    sync_directory,
+    trash_path,
+)
 from ckpt_tools.storage import LocalStore, read, write_file
 from ckpt_tools.storage.local import failed
 
@@ -92,7 +100,11 @@ class LocalRoot:
             new.unlink(missing_ok=True)
             write_file(LocalStore(self.path), new.name, data)
             os.replace(new, self.path / name)
-        except OSError as error:
+        except (OSError, StorageError) as error:
+            with suppress(OSError):
+                new.unlink(missing_ok=True)
+            if isinstance(error, StorageError):
+                raise
             raise failed("write", self.path / name, error) from error
         sync_directory(self.path)
 
@@ -113,7 +125,7 @@ class LocalRoot:
 
     def foreign_files(self, name: str, listed: Container[str]) -> list[str]:
         top, found = str(self.path / name), []
-        for folder, folders, names in os.walk(top):
+        for folder, folders, names in os.walk(top, onerror=_raise_unreadable):
             links = [n for n in folders if os.path.islink(os.path.join(folder, n))]
             found += [os.path.relpath(os.path.join(folder, n), top) for n in (*names, *links)]
             if folder != top and not names and not folders:
@@ -125,12 +137,19 @@ class LocalRoot:
     def pin(self, name: str, text: bytes) -> None:
         step = self.path / name
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        is_made = False
         try:  # a link or a pipe of that name is an error: do not write through it
-            with os.fdopen(os.open(step / PIN, flags, 0o666), "wb") as file:
+            fd = os.open(step / PIN, flags, 0o666)
+            is_made = True
+            with os.fdopen(fd, "wb") as file:
                 file.write(text)
-                os.fsync(file.fileno())
+                file.flush()
+                os.fsync(fd)
             sync_directory(step)
         except OSError as error:
+            if is_made:  # on a full disk, an empty pin would be one
+                with suppress(OSError):
+                    (step / PIN).unlink()
             raise failed("pin", step, error) from error
 
     def unpin(self, name: str) -> None:
@@ -141,20 +160,49 @@ class LocalRoot:
         except OSError as error:
             raise failed("unpin", step, error) from error
 
-    def remove(self, name: str, attempt: str) -> None:
+    def remove(self, name: str, attempt: str, reason_to_keep: Callable[[str], str]) -> None:
         step = self.path / name
         trash = trash_path(step, attempt)
+        lock = self._lock_step(step)
+        if lock is None:
+            return
         try:
-            os.rename(step, trash)
-            sync_directory(self.path)
-        except FileNotFoundError as error:
-            if os.path.lexists(step):
+            try:
+                os.rename(step, trash)
+            except OSError as error:
                 raise failed("remove", step, error) from error
-            return  # another process has removed it
-        except OSError as error:
-            raise failed("remove", step, error) from error
+            try:
+                if reason := reason_to_keep(trash.name):
+                    raise StorageError(f"{printable(name)} stays: {reason}")
+            except BaseException:
+                publish_name(trash, step)
+                raise
+            sync_directory(self.path)
+            self._empty(name, trash)
+        finally:
+            release(lock)
+
+    def _lock_step(self, step: Path) -> int | None:
+        """Locks a step, so that no other process takes it for a leftover; None if it is gone.
+
+        Raises:
+            StorageError: another process holds it.
+        """
+        for _ in range(LONG_TRIES):
+            if not os.path.lexists(step):
+                return None
+            try:
+                lock = lock_directory(step)
+            except OSError as error:
+                raise failed("remove", step, error) from error
+            if lock >= 0:
+                return lock
+            time.sleep(0.01)
+        raise StorageError(f"another process is at work on {printable(str(step))}")
+
+    def _empty(self, name: str, trash: Path) -> None:
         try:
-            shutil.rmtree(trash, onerror=_ignore_missing)
+            remove_tree(trash)
         except OSError as error:
             raise StorageError(
                 f"{printable(name)} was removed from the run, but some of its files could not be"
@@ -167,11 +215,10 @@ class LocalRoot:
         sync_directory(self.path)
 
 
-def _ignore_missing(call: object, path: str, failure: Any) -> None:
-    """Passes over a file that another process has removed, in a folder that both remove."""
-    del call, path
-    if not isinstance(failure[1], FileNotFoundError):
-        raise failure[1]
+def _raise_unreadable(error: OSError) -> None:
+    """Refuses a folder that cannot be listed: it may hold anything."""
+    if not isinstance(error, FileNotFoundError):
+        raise failed("list", Path(error.filename or ""), error) from error
 
 
 def _links_in(folder: str) -> list[str]:

@@ -21,7 +21,7 @@ from ckpt_tools.core.logs import log
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.formats.base import LOCK
 from ckpt_tools.publish.flock import owner_problem, release, try_lock
-from ckpt_tools.publish.local import make_folder
+from ckpt_tools.publish.staging import make_folder
 from ckpt_tools.storage import RemoteStore
 from ckpt_tools.storage.local import failed
 from ckpt_tools.storage.object_info import SmallObject
@@ -193,9 +193,13 @@ class FileLock:
                 " leftovers removed",
                 printable(str(self.root)),
             )
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{json.dumps(_me())}\n".encode(), 0)
-        os.fsync(fd)  # so that other nodes see it
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{json.dumps(_me())}\n".encode(), 0)
+            os.fsync(fd)  # so that other nodes see it
+        except OSError as error:
+            release(fd)
+            raise failed("write", path, error) from error
         return fd
 
     @property

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -197,15 +197,19 @@ class RunRoot(Protocol):
         """
         ...
 
-    def remove(self, name: str, attempt: str) -> None:
+    def remove(self, name: str, attempt: str, reason_to_keep: Callable[[str], str]) -> None:
         """Removes a step: first its name or index, in one instant, then its bytes.
+
+        If another process has removed it, it does nothing.
 
         Args:
             name: of the step.
             attempt: id of the attempt that wrote it.
+            reason_to_keep: returns why the step must stay after all, "" if it may go. It is called
+                at the last instant, with the name under which the step lies then.
 
         Raises:
-            StorageError: it could not be removed.
+            StorageError: it could not be removed, or must stay. Then it is as it was.
         """
         ...
 

@@ -18,8 +18,17 @@ from ckpt_tools.storage import open_store
 MAX_NAMES = 3  # that a message shows
 
 
-def reason_to_stay(root: RunRoot, step: Step, links: Sequence[tuple[str, str]]) -> str:
-    """Returns why a step must stay; "" if it may be removed."""
+def reason_to_stay(
+    root: RunRoot, step: Step, links: Sequence[tuple[str, str]], name: str = ""
+) -> str:
+    """Returns why a step must stay; "" if it may be removed.
+
+    Args:
+        root: of the run.
+        step: the step.
+        links: of the root.
+        name: under which it lies now, if that is not its own.
+    """
     if step.is_pinned:
         return f"it is pinned; ckpt pin --remove {printable(str(step.path))} lets it go"
     own = os.path.join(os.path.realpath(step.path), "")
@@ -27,7 +36,7 @@ def reason_to_stay(root: RunRoot, step: Step, links: Sequence[tuple[str, str]]) 
         if os.path.join(target, "").startswith(own) and not link.startswith(own):
             return f"the link {printable(os.path.relpath(link, Path(own).parent))} leads to it"
     assert step.manifest is not None
-    if foreign := files_to_keep(root, step.name, step.manifest):
+    if foreign := files_to_keep(root, name or step.name, step.manifest):
         more = f" and {len(foreign) - MAX_NAMES} more" if len(foreign) > MAX_NAMES else ""
         return (
             "it holds files that no save wrote:"

@@ -262,7 +262,13 @@ class RemoteStore:
         return self._sizes[path]
 
     def _note(self, path: str, entry: Mapping[str, Any]) -> None:
-        self._sizes[path], self._modified[path] = int(entry["size"] or 0), entry.get("LastModified")
+        nbytes = int(entry["size"] or 0)
+        if not 0 <= nbytes < 1 << 62:
+            raise StorageError(
+                f"the store gives an impossible size: {nbytes} bytes ({printable(path)} in"
+                f" {printable(self.url)})"
+            )
+        self._sizes[path], self._modified[path] = nbytes, entry.get("LastModified")
         if entry.get("ETag"):
             self._etags[path] = str(entry["ETag"])
 

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 import ckpt_tools
 from ckpt_tools import CheckpointManager
 from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.local import restore_aside
+from ckpt_tools.publish.staging import restore_aside
 from ckpt_tools.publish.steps import find_latest
 from tests.faults.crashes import Disk, crash, record
 from tests.jobs import LONG

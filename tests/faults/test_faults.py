@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from ckpt_tools.publish import local as local
+from ckpt_tools.publish import staging as local
 from tests.jobs import EVERY, LONG, QUICK_STRACE, STRACE
 
 VERBS = {

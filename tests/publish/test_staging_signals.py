@@ -7,9 +7,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ckpt_tools.publish import flock, local
+from ckpt_tools.publish import attempt_mark, flock, staging
 
-FILES = (local.__file__, flock.__file__)
+FILES = (staging.__file__, flock.__file__, attempt_mark.__file__)
 
 
 class SignalAtLine:
@@ -38,7 +38,7 @@ def test_a_signal_at_any_line_leaves_no_staging_directory(tmp_path: Path) -> Non
         tracer = SignalAtLine(number)
         sys.settrace(tracer)
         try:
-            with local.staging(work / "out", "12345678-1234-1234-1234-123456789abc") as place:
+            with staging.staging(work / "out", "12345678-1234-1234-1234-123456789abc") as place:
                 sys.settrace(None)
                 (place.path / "data").write_bytes(b"some")
                 sys.settrace(tracer)

@@ -392,8 +392,8 @@ class BackgroundWriter:
 
     @property
     def retained(self) -> Retained:
-        """Which steps stay, and numbers of steps that always stay."""
-        return self.rules, set(self.protected)
+        """Returns which steps stay, numbers of steps that always stay, and unusable steps."""
+        return Retained(self.rules, set(self.protected), self.candidates.passed)
 
     def close(self) -> None:
         """Ends the thread after its last task."""

@@ -6,9 +6,10 @@ One process copies one step at a time, and always takes the newest waiting step.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, StorageError, printable
@@ -17,7 +18,7 @@ from ckpt_tools.loop.steps.policy import Retention
 from ckpt_tools.loop.steps.retention import retain
 from ckpt_tools.loop.steps.waiting import wait_for_thread, with_hint
 from ckpt_tools.operations.copy import copy
-from ckpt_tools.publish.manifest import find_manifest
+from ckpt_tools.publish.manifest import Manifest, find_manifest
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.steps import (
     STEP_FORMATS,
@@ -31,7 +32,13 @@ from ckpt_tools.publish.steps import (
 from ckpt_tools.publish.superseded import RollbackNote, remove_note, write_note
 from ckpt_tools.storage import LocalStore
 
-Retained = tuple[Retention, set[int]]  # and numbers of steps that always stay
+
+class Retained(NamedTuple):
+    """The rules of a run, the numbers of steps that always stay, and the unusable steps."""
+
+    rules: Retention
+    protected: set[int]
+    passed: Container[str]
 
 
 class Mirror:
@@ -55,6 +62,7 @@ class Mirror:
         """
         self.there, self.every, self._retained = there, every, retained
         self.error: CheckpointError | None = None
+        self._newest: tuple[str, str] | None = None  # of the copies: name and attempt
         self.resumed: Path | str | None = None
         self._root: RunRoot | None = None
         self._told: set[str] = set()
@@ -182,6 +190,8 @@ class Mirror:
                     is_committed=False,
                 ),
             )
+        if manifest is not None:
+            self._refuse_older(manifest, notes)
         there = find_step(self.there, path.name)
         if (
             there is not None
@@ -197,19 +207,46 @@ class Mirror:
             )
         result = copy(path, self.there.step_path(path.name), storage_options=self.there.options)
         log.info("mirrored %s in %.1f s", result.destination, result.seconds)
+        self._newest = (path.name, manifest.attempt) if manifest is not None else None
         if notes:
             rollback.complete(self.there)
         for note in notes:
             if self._root is not None:
                 remove_note(self._root, note)
 
+    def _refuse_older(self, manifest: Manifest, notes: Sequence[RollbackNote]) -> None:
+        """Refuses a step below a newer one in the store, which this run has not superseded.
+
+        That one is of another run, or this job has not resumed from it. Retention would count it as
+        the newest, and remove the copies of this run.
+
+        Raises:
+            StorageError: there is such a step.
+        """
+        superseded = {key for note in notes for key in note.superseded.items()}
+        passed, number = self._retained().passed, manifest.step or 0
+        for step in reversed(list_steps(self.there)):
+            if step.number <= number:
+                return
+            is_left = (step.name, step.attempt) in superseded or step.superseded_by
+            if step.problem or step.manifest is None or is_left or str(step.path) in passed:
+                continue
+            raise StorageError(
+                f"the mirror has a newer step, {step.number}, which this job has not resumed from:"
+                f" {printable(str(step.path))}",
+                hint=(
+                    "give each run a mirror of its own; or call resume(state) before the first"
+                    " save, or branch_from(None) for a new run"
+                ),
+            )
+
     def _retain(self) -> None:
         """Removes old steps, but none whose original is pinned. A failure is only a warning."""
         pinned = [self.there.step_path(step.name) for step in self._steps() if step.is_pinned]
-        rules, protected = self._retained()
+        rules, protected, passed = self._retained()
         best = [self.there.step_path(step_name(n, f)) for n in protected for f in STEP_FORMATS]
         kept = [*([self.resumed] if self.resumed else []), *pinned, *best]
-        if retain(self.there, rules, kept, self._told):
+        if retain(self.there, rules, kept, self._told, passed):
             self.resumed = None
 
     def wait(self) -> None:
@@ -231,3 +268,17 @@ class Mirror:
                 f" {printable(str(self.there.path))}: {with_hint(error)}",
                 hint="it is complete on the disk: `ckpt copy` it there",
             ) from error
+        if self._newest is not None and not self._is_there(*self._newest):
+            raise StorageError(
+                f"the newest step is not in the mirror any more: {printable(self._newest[0])} in"
+                f" {printable(str(self.there.path))}",
+                hint="another job may use the same mirror: give each run a mirror of its own",
+            )
+
+    def _is_there(self, name: str, attempt: str) -> bool:
+        try:
+            step = find_step(self.there, name)
+        except StorageError as error:
+            log.warning("the mirror cannot be listed at the end: %s", with_hint(error))
+            return True  # it was there after its copy
+        return step is not None and step.attempt == attempt

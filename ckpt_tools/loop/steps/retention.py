@@ -14,9 +14,11 @@ from typing import Any
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
+from ckpt_tools.formats.base import PIN
 from ckpt_tools.loop.steps.policy import Retention, has_metric
 from ckpt_tools.operations.thin import thin_steps
 from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.manifest import find_manifest
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.staying import MAX_NAMES, files_to_keep, reason_to_stay
 from ckpt_tools.publish.steps import Step, damage, find_step, look_at, survey
@@ -125,6 +127,11 @@ def prune_steps(
         rules.last or 1,
         reads,
     )
+    if to_remove and reads is not False:  # reading takes long: a job may have gone back since
+        steps, needed = survey(root)
+        left = [s for s in steps if str(s.path) not in passed and str(s.path) not in damaged]
+        now = {(s.name, s.attempt) for s in removable(left, rules, kept)}
+        to_remove = [step for step in to_remove if (step.name, step.attempt) in now]
     counted = [step for step in steps if _counts(step) and str(step.path) not in damaged]
     result = Pruned(damaged=damaged, policies=_reasons(counted, rules))
     for step in steps:
@@ -241,10 +248,21 @@ def remove_named(root: RunRoot, name: str) -> str:
     step = look_at(None, open_store(path, root.options))
     if step.manifest is None or step.manifest.operation != "save":
         return step.problem or "no save wrote it"
-    if foreign := files_to_keep(root, name, step.manifest):
-        return f"other files lie in it: {printable(', '.join(foreign[:MAX_NAMES]))}"
-    root.remove(name, step.manifest.attempt)
+    if reason := _foreign_text(files_to_keep(root, name, step.manifest)):
+        return reason
+    manifest = step.manifest
+
+    def reason_to_keep(now: str) -> str:
+        return _changed(root, now, manifest.attempt) or _foreign_text(
+            files_to_keep(root, now, manifest)
+        )
+
+    root.remove(name, manifest.attempt, reason_to_keep)
     return ""
+
+
+def _foreign_text(names: Sequence[str]) -> str:
+    return f"other files lie in it: {printable(', '.join(names[:MAX_NAMES]))}" if names else ""
 
 
 # ---- pins ----------------------------------------------------------------------------------------
@@ -284,4 +302,25 @@ def remove_step(root: RunRoot, step: Step) -> None:
         StorageError: it could not be removed.
     """
     assert step.manifest is not None
-    root.remove(step.name, step.manifest.attempt)
+    attempt = step.manifest.attempt
+
+    def reason_to_keep(name: str) -> str:
+        changed = _changed(root, name, attempt)
+        return changed or reason_to_stay(root, step, root.links(), name)
+
+    root.remove(step.name, attempt, reason_to_keep)
+
+
+def _changed(root: RunRoot, name: str, attempt: str) -> str:
+    """Returns what has happened to a step since it was judged; "" for nothing.
+
+    A job that goes back to an older step writes its numbers anew.
+    """
+    store = open_store(root.step_path(name), root.options)
+    try:
+        manifest = find_manifest(store)
+        if manifest is None or manifest.attempt != attempt:
+            return "another save has taken its place"
+        return "it was pinned a moment ago" if PIN in store.list_files() else ""
+    finally:
+        store.close()

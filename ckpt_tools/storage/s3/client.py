@@ -24,7 +24,9 @@ from ckpt_tools.storage.base import Data, Traffic
 from ckpt_tools.storage.retries import retry, translated
 from ckpt_tools.storage.s3.obstore_client import OBSTORE, WORTH_BYTES, ObstoreClients, reader
 
-_MAX_LISTED = 2_000_000  # limit for an endless listing of a hostile server
+# limits for an endless listing of a hostile server
+_MAX_LISTED, _MAX_EMPTY_PAGES, _MAX_TOKENS = 2_000_000, 100, 20_000
+_MAX_SMALL_BYTES = 1 << 20  # of an object that is read whole, such as a lease
 _KINDS = {
     "list_objects_v2": "LIST",
     "list_multipart_uploads": "LIST",
@@ -140,8 +142,7 @@ class S3:
             **self.fs.req_kw,
         )
         try:
-            body: bytes = await response["Body"].read()
-            return body
+            return await _read_body(response["Body"], nbytes, path)
         finally:
             response["Body"].close()
 
@@ -181,7 +182,7 @@ class S3:
         async def fetch() -> dict[str, Any]:
             answer = await self.ask("get_object", **self.at(path))
             try:
-                return {**answer, "Body": await answer["Body"].read()}
+                return {**answer, "Body": await _read_body(answer["Body"], _MAX_SMALL_BYTES, path)}
             finally:
                 answer["Body"].close()
 
@@ -198,7 +199,7 @@ class S3:
             delimiter: `/` for objects and folders directly below, "" for objects at any depth.
         """
         where, more = self.at_prefix(path), dict[str, str]()
-        seen, num_listed = set[str](), 0
+        seen, num_listed, num_empty, largest = set[str](), 0, 0, ""
         while True:
             answer = self.call(
                 "list",
@@ -228,6 +229,10 @@ class S3:
                     f"a listing has names outside of its prefix: {printable(outside[0])}"
                     f" ({printable(url)})"
                 )
+            largest = _larger(largest, [*folders, *objects], where["Bucket"], url)
+            num_empty = 0 if folders or objects else num_empty + 1
+            if num_empty > _MAX_EMPTY_PAGES:
+                raise StorageError(f"a listing does not end: it has empty pages ({printable(url)})")
             num_listed += len(objects)
             if num_listed > _MAX_LISTED:
                 raise StorageError(
@@ -260,6 +265,38 @@ class S3:
         )
 
 
+async def _read_body(body: Any, most: int, path: str) -> bytes:
+    """Reads the body of an answer, up to the length that was asked for.
+
+    Raises:
+        StorageError: it is longer.
+    """
+    pieces: list[bytes] = []
+    left = most + 1
+    while left > 0 and (piece := await body.read(left)):
+        pieces.append(piece)
+        left -= len(piece)
+    if left <= 0:
+        raise StorageError(
+            f"an answer is longer than what was asked for: expected at most {most} bytes"
+            f" ({printable(path)})"
+        )
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _larger(before: str, entries: Sequence[Mapping[str, Any]], bucket: str, url: str) -> str:
+    """Returns the largest name of a listing so far.
+
+    Raises:
+        StorageError: a page has no larger name than those before: it is repeated for ever. Express
+            buckets list in no order, so their pages are only counted.
+    """
+    largest = max((str(entry["name"]) for entry in entries), default=before)
+    if entries and largest <= before and not bucket.endswith("--x-s3"):
+        raise StorageError(f"a listing does not end: a page comes again ({printable(url)})")
+    return max(before, largest)
+
+
 def next_page(
     answer: Mapping[str, Any], keys: Sequence[str], seen: set[str], url: str
 ) -> tuple[str, ...]:
@@ -276,7 +313,7 @@ def next_page(
     """
     found = tuple(str(answer.get(key) or "") for key in keys)
     token = "\0".join(found)
-    if not found[0] or token in seen:
+    if not found[0] or token in seen or len(seen) >= _MAX_TOKENS:
         raise StorageError(f"a listing does not end: its next page is missing ({printable(url)})")
     seen.add(token)
     return found

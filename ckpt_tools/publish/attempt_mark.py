@@ -1,0 +1,123 @@
+"""The mark in a directory that an attempt has made, and the proof that a leftover is one.
+
+A name proves nothing: a person may call a directory `.tmp.notes.deadbeef`, and whoever may write
+to a shared folder can give somebody's private directory such a name. So an attempt puts a file with
+its id into its staging directory. It is removed before the directory is published.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.errors import CheckpointError
+from ckpt_tools.formats.base import MANIFEST, PIN, note_of
+from ckpt_tools.formats.registry import is_ours
+from ckpt_tools.publish.manifest import Manifest, read_manifest
+from ckpt_tools.storage import LocalStore
+
+MARK = ".ckpt.attempt."
+
+
+def mark(directory: int, attempt: str) -> None:
+    """Puts an empty file into an open directory, with the id of an attempt in its name.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    os.close(os.open(f"{MARK}{attempt[:8]}", flags, 0o600, dir_fd=directory))
+
+
+def unmark(directory: int) -> None:
+    """Removes the marks from an open directory."""
+    for name in os.listdir(directory):
+        if name.startswith(MARK):
+            os.unlink(name, dir_fd=directory)
+
+
+def is_made_here(path: Path) -> bool:
+    """Tells whether an attempt has made a directory, or left it behind.
+
+    A staging directory has the mark of its attempt. A step that was being removed has a manifest
+    that lists all of its files. An empty private directory is one that was not yet marked.
+    """
+    try:
+        found = path.lstat()
+        if found.st_uid not in (os.geteuid(), path.parent.stat().st_uid):
+            return False
+        if (path / f"{MARK}{path.name[-8:]}").is_file():
+            return True
+        names = [
+            os.path.relpath(os.path.join(folder, name), path)
+            for folder, folders, files in os.walk(path, onerror=_raise)
+            for name in (*files, *(f for f in folders if os.path.islink(os.path.join(folder, f))))
+        ]
+    except OSError:  # another process was faster, or it is not to be read
+        return False
+    if not names:
+        return stat.S_IMODE(found.st_mode) & 0o077 == 0 or path.name.startswith(".trash.")
+    manifests = [name for name in names if note_of(name) == (MANIFEST, "")]
+    listed = {PIN, *manifests}
+    for manifest in (_manifest(path, name) for name in manifests):
+        if manifest is not None:
+            listed |= {*manifest.files, *(manifest.index or ())[:1]}
+    return bool(manifests) and all(
+        name in listed or note_of(name) or name.startswith(MARK) for name in names
+    )
+
+
+def may_be_restored(path: Path) -> bool:
+    """Tells whether a directory is an old result that stands aside: it gets its name back."""
+    if is_made_here(path):
+        return True
+    with suppress(OSError):
+        names = [name for _, _, files in os.walk(path, onerror=_raise) for name in files]
+        return all(is_ours(name) or name == PIN or name.startswith(MARK) for name in names)
+    return False
+
+
+def _manifest(path: Path, name: str) -> Manifest | None:
+    store = LocalStore(path)
+    try:
+        return read_manifest(store, name)
+    except CheckpointError:
+        return None
+    finally:
+        store.close()
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def remove_tree(path: Path) -> None:
+    """Removes a directory and what proves its origin last, so that a rest is known for a leftover.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
+
+    def is_proof(name: str) -> bool:
+        return name.startswith(MARK) or note_of(name) == (MANIFEST, "")
+
+    with suppress(FileNotFoundError):
+        entries = sorted(os.scandir(path), key=lambda entry: is_proof(entry.name))
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, onerror=_ignore_missing)
+            else:
+                with suppress(FileNotFoundError):
+                    os.unlink(entry.path)
+        os.rmdir(path)
+
+
+def _ignore_missing(call: object, path: str, failure: Any) -> None:
+    """Passes over a file that another process has removed, in a directory that both remove."""
+    del call, path
+    if not isinstance(failure[1], FileNotFoundError):
+        raise failure[1]
