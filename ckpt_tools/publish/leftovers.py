@@ -32,6 +32,7 @@ def remove_abandoned(store: RemoteStore, grace_s: float, dry_run: bool) -> list[
     assert now is not None
     before = now - dt.timedelta(seconds=grace_s)
     folders = store.enter_all()
+    noted = {upload for place in (store, *folders.values()) for upload in _noted_uploads(place)}
     objects: list[str] = []
     for folder, step in folders.items():
         found = _unfinished(step, before)
@@ -42,7 +43,6 @@ def remove_abandoned(store: RemoteStore, grace_s: float, dry_run: bool) -> list[
         objects += [f"{folder}/{name}" for name in sorted(found)]
     notes = _abandoned_notes(store, before)
     objects += notes
-    noted = {upload for place in (store, *folders.values()) for upload in _noted_uploads(place)}
     if not dry_run:
         store.remove(notes)
     return [Leftover(f"{store.url}/{name}", "object") for name in objects] + _uploads(

@@ -206,7 +206,8 @@ class LocalAttempt:
         there = LocalStore(self.writable.root)
         right = _right_files(there, files, crcs)
         for name in there.list_files(below=True).keys() - right:
-            (self.writable.root / name).unlink()
+            if not name.startswith(MARK):
+                (self.writable.root / name).unlink()
         return right
 
     def prepare(self, files: Mapping[str, int]) -> None:

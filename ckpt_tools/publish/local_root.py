@@ -172,7 +172,7 @@ class LocalRoot:
             except OSError as error:
                 raise failed("remove", step, error) from error
             try:
-                if reason := reason_to_keep(trash.name):
+                if reason := reason_to_keep(trash.relative_to(self.path).as_posix()):
                     raise StorageError(f"{printable(name)} stays: {reason}")
             except BaseException:
                 publish_name(trash, step)
