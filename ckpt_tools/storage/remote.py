@@ -108,7 +108,7 @@ class RemoteStore:
             scheme = url.split("://")[0]
             hint = f"in small letters: {scheme.lower()}://…" if scheme != scheme.lower() else hint
             raise StorageError(
-                f"cannot open {printable(self.url)}: {error_text(error)}", hint=hint
+                f"cannot open {printable(self.url)}: {error_text(error, url)}", hint=hint
             ) from error
         if fs is None and not wrappers and hasattr(self._fs, "call_s3"):
             check_s3_options(options, type(self._fs).__init__)

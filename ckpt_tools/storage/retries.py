@@ -24,6 +24,7 @@ from ckpt_tools.storage.base import Store, Traffic
 T = TypeVar("T")
 
 ATTEMPTS = 4
+_LEAST_SECRET = 3  # shorter logins occur in other words
 _SECRET = re.compile(
     r"(?i)([\w-]*(?:secret|token|password|credential|signature|key(?!s\b|count|-?marker))[\w-]*)([\"']?\s*[=:]\s*[\"']?)[^\s\"'&,)]+"
 )
@@ -126,7 +127,7 @@ def failure(operation: str, url: str, error: BaseException) -> StorageError:
         error: the exception of the store's package.
     """
     advice = hint(error)
-    text = f"cannot {operation}: {error_text(error)} ({printable(url)})"
+    text = f"cannot {operation}: {error_text(error, url)} ({printable(url)})"
     return StorageError(
         text, hint=advice, is_transient=advice in (None, _UNREACHABLE) and _is_outage(error)
     )
@@ -205,9 +206,18 @@ def _text(error: BaseException) -> str:
     return f"{type(error).__name__} {error} {code}"
 
 
-def error_text(error: BaseException) -> str:
-    """Returns an error's text on one line, with `***` for text that looks like a secret."""
+def error_text(error: BaseException, url: str = "") -> str:
+    """Returns an error's text on one line, with `***` for text that looks like a secret.
+
+    Args:
+        error: the error of a store's package.
+        url: the URL that was given. Its login is a secret wherever the text repeats it.
+    """
     text = " ".join(str(error).split())
+    login, at, _ = url.partition("://")[2].partition("@")
+    is_login = at and "/" not in login  # hf://ORG/MODEL@REVISION has none
+    for secret in (login, *login.split(":")) if is_login else ():
+        text = text.replace(secret, "***") if len(secret) >= _LEAST_SECRET else text
     if text in ("", "None") or text.endswith("] None"):
         text = _text(error).replace("None", "").strip()
     return printable(_SECRET.sub(r"\1\2***", " ".join(text.split())))[:300]

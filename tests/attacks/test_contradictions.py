@@ -560,25 +560,6 @@ def test_arrays_of_an_npz_that_share_bytes_are_refused(tmp_path: Path) -> None:
         ckpt_tools.inspect(tmp_path / "a.npz")
 
 
-@pytest.mark.parametrize(
-    "config", [{"rank_pattern": p} for p in ({"(a+)+b": 8}, {"(": 8}, [1], "x")]
-)
-def test_patterns_of_ranks_are_checked(config: Any, tmp_path: Path, ckpt: Run) -> None:
-    name = "a" * 40
-    save_file({f"{name}.weight": torch.ones(3, 3)}, tmp_path / "b.safetensors")
-    (tmp_path / "ad").mkdir()
-    sides = {"A": torch.ones(1, 3), "B": torch.ones(3, 1)}
-    save_file(
-        {f"base_model.model.{name}.lora_{s}.weight": t for s, t in sides.items()},
-        tmp_path / "ad" / "adapter_model.safetensors",
-    )
-    whole = {"peft_type": "LORA", "r": 1, "lora_alpha": 4} | config
-    (tmp_path / "ad" / "adapter_config.json").write_text(json.dumps(whole))
-    words = ("merge", tmp_path / "b.safetensors", tmp_path / "o.safetensors")
-    done = ckpt(*words, "--lora", tmp_path / "ad")
-    assert done.returncode == 11 and "Traceback" not in done.stderr, done.stderr
-
-
 @pytest.mark.parametrize("r", [4, 0, {"rank_pattern": {"lin": 2}}])
 def test_matrices_of_another_rank_than_the_config_says_are_refused(
     r: Any, tmp_path: Path, ckpt: Run

@@ -12,6 +12,7 @@ from aiohttp import web
 from safetensors.torch import save_file
 
 from ckpt_tools.errors import redacted
+from tests.attacks.hostile import Run
 from tests.servers.faults import serving
 
 SIGNED = "X-Amz-Signature=5ecret1&X-Amz-Credential=AKIA5ecret2&sig=5ecret3"
@@ -85,3 +86,10 @@ def test_no_secret_of_a_url_is_shown(url: str) -> None:
         "file:///a/b@c",
     ):
         assert redacted(plain) == plain
+
+
+@pytest.mark.parametrize("verb", ["ls", "inspect", "verify"])
+def test_a_login_that_another_package_repeats_is_hidden(verb: str, ckpt: Run) -> None:
+    for url in ("hf://5ecretuser@x/y", "hf://me:5ecretword@x"):
+        done = ckpt(verb, url, "--json")
+        assert done.returncode and "5ecret" not in done.stdout + done.stderr, done

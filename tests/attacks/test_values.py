@@ -68,6 +68,7 @@ def test_a_pickle_s_numbers_are_bounded(tmp_path: Path) -> None:
         {"alpha_pattern": {"(": 8}},
         {"alpha_pattern": [1]},
         {"alpha_pattern": {"proj": "8"}},
+        *({"rank_pattern": pattern} for pattern in ({"(a+)+b": 8}, {"(": 8}, [1], "x")),
         {"lora_alpha": "4"},
         {"lora_alpha": float("nan")},
         {"lora_alpha": 10**400},

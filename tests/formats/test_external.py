@@ -99,17 +99,16 @@ def installed(folder: Path, name: str, source: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(folder)}
 
 
+def inspected(path: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "ckpt_tools", "inspect", str(path)]
+    return subprocess.run(words, env=environment, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize("claims", ["NAME = 'dcp'", "NAME, SUFFIX = 'mine', '.safetensors'"])
 def test_an_external_format_takes_no_name_of_another(claims: str, tmp_path: Path) -> None:
     source = f"{claims}\nLOOKS_FOR, recognise = 'all', bool\n"
     source += "read_catalog = locate = guess = lay_out = None\n"
-    environment = installed(tmp_path, "greedy", source)
-    done = subprocess.run(
-        [sys.executable, "-m", "ckpt_tools", "inspect", str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    done = inspected(tmp_path, installed(tmp_path, "greedy", source))
     assert done.returncode == 10 and "Traceback" not in done.stderr
     assert "greedy_format is not used" in done.stderr
 
@@ -118,12 +117,6 @@ def test_an_external_format_that_fails_to_recognise_is_named(tmp_path: Path) -> 
     source = "NAME, LOOKS_FOR = 'faulty', 'nothing'\n"
     source += "read_catalog = locate = guess = lay_out = None\n"
     source += "def recognise(files): raise ValueError('oops')\n"
-    environment = installed(tmp_path, "faulty", source)
-    done = subprocess.run(
-        [sys.executable, "-m", "ckpt_tools", "inspect", str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    done = inspected(tmp_path, installed(tmp_path, "faulty", source))
     assert done.returncode == 10 and "Traceback" not in done.stderr
     assert "the format faulty failed: ValueError('oops')" in done.stderr
