@@ -30,6 +30,7 @@ from ckpt_tools.publish.manifest import (
     file_name,
     seal_file,
     seal_tensors,
+    whole_archives,
 )
 from ckpt_tools.storage import read
 from ckpt_tools.transfer.options import Path_, Reading
@@ -153,10 +154,9 @@ def _pickles(work: Verification, sizes: Mapping[str, int]) -> dict[str, SealedPi
     """Returns the checksums of the pickles of `torch.save` files."""
     assert work.catalog is not None
     found: dict[str, SealedPickle] = {}
-    for name, start, nbytes, *_ in work.catalog.archives:
-        if start == 0 and nbytes == sizes.get(name):
-            where = pickle_range(work.store, name, nbytes)
-            found[name] = SealedPickle(*where, hex64(crc64nvme(read(work.store, name, *where))))
+    for name in whole_archives(work.catalog) & sizes.keys():
+        where = pickle_range(work.store, name, sizes[name])
+        found[name] = SealedPickle(*where, hex64(crc64nvme(read(work.store, name, *where))))
     return found
 
 

@@ -9,7 +9,7 @@ from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.formats.base import LOCK, PIN, note_of
 from ckpt_tools.formats.registry import INDEXES
 from ckpt_tools.publish.bucket import RemoteDestination
-from ckpt_tools.publish.leftovers import files_of_attempts, has_index, remove_abandoned
+from ckpt_tools.publish.leftovers import files_of_attempts, remove_abandoned
 from ckpt_tools.publish.lock import Lease
 from ckpt_tools.publish.manifest import names_in
 from ckpt_tools.publish.run_root import GRACE_S, Leftover, RootEntries
@@ -38,6 +38,9 @@ class BucketRoot:
 
     def step_path(self, name: str) -> str:
         return f"{self.path}/{name}"
+
+    def step_store(self, name: str) -> RemoteStore:
+        return self._folders.get(name) or self._store(name)
 
     def destination(self, name: str) -> RemoteDestination:
         return RemoteDestination(self.step_path(name), self.options)
@@ -74,7 +77,7 @@ class BucketRoot:
         return []
 
     def foreign_files(self, name: str, listed: Container[str]) -> list[str]:
-        store = self._folders.get(name) or self._store(name)
+        store = self.step_store(name)
         files = [n for n in store.list_deep() if n != LOCK and n not in listed and not note_of(n)]
         return sorted(set(files) - files_of_attempts(store, files))
 
@@ -85,13 +88,23 @@ class BucketRoot:
         self._store(name).remove([PIN])
 
     def remove(self, name: str, attempt: str, reason_to_keep: Callable[[str], str]) -> None:
-        """See `RunRoot`. A store removes no object on a condition, so it looks just before."""
+        """See `RunRoot`. A store removes no object on a condition, so it looks just before.
+
+        It asks for the index and the pin. Other files are those of the last listing.
+        """
         del attempt
-        store = self._store(name)
-        if not has_index(store.list_files()):
-            return
+        store = self.step_store(name)
         self._folders = {**self._folders, name: store}
-        if reason := reason_to_keep(name):
+        reason = reason_to_keep(name)
+        for index in (found for found in store.list_deep() if found in INDEXES):
+            now = store.current_version(index)
+            if not now and not store.has(index):
+                return  # another process has removed it
+            if now != store.version(index):
+                reason = "another save has taken its place"
+        if store.has(PIN):
+            reason = reason or "it was pinned a moment ago"
+        if reason:
             raise StorageError(f"{printable(name)} stays: {reason}")
         _remove(store)
 

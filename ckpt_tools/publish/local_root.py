@@ -47,6 +47,9 @@ class LocalRoot:
     def step_path(self, name: str) -> Path:
         return self.path / name
 
+    def step_store(self, name: str) -> LocalStore:
+        return LocalStore(self.path / name)
+
     def destination(self, name: str) -> LocalDestination:
         return LocalDestination(self.path / name, None)
 

@@ -420,8 +420,7 @@ def check_pickles(manifest: Manifest, store: Store, catalog: Catalog) -> None:
     Raises:
         IntegrityError: one is not what was sealed.
     """
-    sizes = catalog.file_sizes
-    used = {e.file for e in catalog.archives if e.start == 0 and e.nbytes == sizes.get(e.file)}
+    sizes, used = catalog.file_sizes, whole_archives(catalog)
     sealed = {name: manifest.pickles.get(name) for name in sorted(used & manifest.files.keys())}
     for name, found in sealed.items():
         whole_file = manifest.files[name]
@@ -441,6 +440,15 @@ def check_pickles(manifest: Manifest, store: Store, catalog: Catalog) -> None:
                 f" ({printable(name)})",
                 hint=_DAMAGED_INDEX,
             )
+
+
+def whole_archives(catalog: Catalog) -> set[str]:
+    """Returns the files that are one archive of `torch.save` each."""
+    return {
+        file
+        for file, start, nbytes, packing, *_ in catalog.archives
+        if start == 0 and packing == TORCH_ZIP and nbytes == catalog.file_sizes.get(file)
+    }
 
 
 def check_file(manifest: Manifest | None, name: str, data: bytes) -> None:

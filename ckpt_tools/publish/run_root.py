@@ -71,6 +71,10 @@ class RunRoot(Protocol):
         """Returns the path or URL of a step."""
         ...
 
+    def step_store(self, name: str) -> Store:
+        """Returns the store of a step, as it was last listed."""
+        ...
+
     def destination(self, name: str) -> Destination:
         """Returns the destination of a step."""
         ...

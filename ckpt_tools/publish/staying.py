@@ -13,7 +13,6 @@ from ckpt_tools.publish.check_manifest import hash_files
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.steps import Step
-from ckpt_tools.storage import open_store
 
 MAX_NAMES = 3  # that a message shows
 
@@ -61,7 +60,7 @@ def files_to_keep(root: RunRoot, name: str, manifest: Manifest) -> list[str]:
     small = {n: s for n, s in manifest.files.items() if not is_data_file(n)}
     if not small:
         return foreign
-    store = open_store(root.step_path(name), root.options)
+    store = root.step_store(name)
     try:
         sizes = store.list_files()
         same = {n: s.nbytes for n, s in small.items() if sizes.get(n) == s.nbytes}

@@ -201,17 +201,23 @@ class RemoteStore:
     def list_deep(self) -> Mapping[str, int]:
         """Returns all objects at any depth below the root, with their bytes.
 
-        If `enter_all` created this store, these are the objects that it listed.
+        They are listed once, as for `list_files`: `fresh` lists anew. If `enter_all` created this
+        store, these are the objects that it listed.
         """
-        if self._tree is not None:
-            return self._tree
-        top = len(f"{self._root}/")
-        entries = chain.from_iterable(self._backend.pages(self.url, self._root))
-        return {
-            name: int(e["size"] or 0)
-            for e in entries
-            if (name := e["name"][top:]) and not name.endswith("/")
-        }
+        if self._tree is None:
+            top, self._tree, folders = len(f"{self._root}/"), {}, set[str]()
+            for entry in chain.from_iterable(self._backend.pages(self.url, self._root)):
+                name = entry["name"][top:]
+                if not name or name.endswith("/"):
+                    continue
+                self._tree[name] = int(entry["size"] or 0)
+                folder, slash, _ = name.partition("/")
+                if slash:
+                    folders.add(folder)
+                else:
+                    self._note(name, entry)
+            self._folders = sorted(folders)
+        return self._tree
 
     def carry(self, path: str, to: RemoteStore) -> None:
         """Makes the file system copy an object to the same name in another store."""

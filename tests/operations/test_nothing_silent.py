@@ -75,7 +75,7 @@ def test_a_shard_that_the_index_does_not_name_is_named(tmp_path: Path, ckpt: Run
 
 
 def test_an_optimizer_of_any_name_stays_out_of_a_model_file(tmp_path: Path) -> None:
-    model = nn.Linear(2, 3)
+    model = nn.Linear(4, 3)
     optimizer = step(model, model.parameters()).state_dict()
     torch.save({"net": model.state_dict(), "opt": optimizer}, tmp_path / "one.pt")
     two = {"gen": model.state_dict(), "disc": model.state_dict(), "opt_g": optimizer}

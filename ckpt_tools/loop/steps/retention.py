@@ -316,7 +316,7 @@ def _changed(root: RunRoot, name: str, attempt: str) -> str:
 
     A job that goes back to an older step writes its numbers anew.
     """
-    store = open_store(root.step_path(name), root.options)
+    store = root.step_store(name)
     try:
         manifest = find_manifest(store)
         if manifest is None or manifest.attempt != attempt:
