@@ -8,19 +8,22 @@ its id into its staging directory. It is removed before the directory is publish
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.formats.base import MANIFEST, PIN, note_of
+from ckpt_tools.formats.base import MANIFEST, PIN, note_name, note_of
 from ckpt_tools.formats.registry import is_ours
 from ckpt_tools.publish.manifest import Manifest, read_manifest
 from ckpt_tools.storage import LocalStore
 
 MARK = ".ckpt.attempt."
+STAGING, TRASH = ".tmp.", ".trash."
 
 
 def mark(directory: int, attempt: str) -> None:
@@ -52,23 +55,55 @@ def is_made_here(path: Path) -> bool:
             return False
         if (path / f"{MARK}{path.name[-8:]}").is_file():
             return True
-        names = [
-            os.path.relpath(os.path.join(folder, name), path)
-            for folder, folders, files in os.walk(path, onerror=_raise)
-            for name in (*files, *(f for f in folders if os.path.islink(os.path.join(folder, f))))
-        ]
+        names = _names_below(path)
     except OSError:  # another process was faster, or it is not to be read
         return False
     if not names:
-        return stat.S_IMODE(found.st_mode) & 0o077 == 0 or path.name.startswith(".trash.")
+        return stat.S_IMODE(found.st_mode) & 0o077 == 0 or path.name.startswith(TRASH)
     manifests = [name for name in names if note_of(name) == (MANIFEST, "")]
-    listed = {PIN, *manifests}
+    if path.name.startswith(TRASH):
+        own = [note_name(MANIFEST, path.name[-8:])]  # of the save that was judged, and no other
+        return manifests == own and not _foreign(path, names, manifests)
+    return bool(manifests) and not _foreign(path, [n for n in names if n != PIN], manifests)
+
+
+def _names_below(path: Path) -> list[str]:
+    return [
+        os.path.relpath(os.path.join(folder, name), path)
+        for folder, folders, files in os.walk(path, onerror=_raise)
+        for name in (*files, *(f for f in folders if os.path.islink(os.path.join(folder, f))))
+    ]
+
+
+def _foreign(path: Path, names: Iterable[str], manifests: Iterable[str]) -> list[str]:
+    """Returns the files that no manifest lists. A pin is one of them."""
+    listed = set(manifests)
     for manifest in (_manifest(path, name) for name in manifests):
         if manifest is not None:
             listed |= {*manifest.files, *(manifest.index or ())[:1]}
-    return bool(manifests) and all(
-        name in listed or note_of(name) or name.startswith(MARK) for name in names
-    )
+    return [n for n in names if n not in listed and not note_of(n) and not n.startswith(MARK)]
+
+
+def is_kept_step(path: Path, name: str) -> bool:
+    """Tells whether a directory in the trash is a whole step that should not have got there.
+
+    A process has died after it renamed the step, and before it gave the step its name back: it was
+    saved anew, pinned, or holds files of somebody else.
+
+    Args:
+        path: the directory.
+        name: the name that it had.
+    """
+    number = re.search(r"[0-9]+$", name)
+    try:
+        names = _names_below(path)
+    except OSError:
+        return False
+    manifests = [n for n in names if note_of(n) == (MANIFEST, "")]
+    manifest = _manifest(path, manifests[0]) if len(manifests) == 1 else None
+    if manifest is None or number is None or manifest.step != int(number[0]):
+        return False
+    return {*manifest.files, *(manifest.index or ())[:1]} <= set(names)
 
 
 def may_be_restored(path: Path) -> bool:

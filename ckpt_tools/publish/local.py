@@ -19,14 +19,12 @@ from pathlib import Path
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.formats.base import ASIDE, MANIFEST, note_of, short_name
-from ckpt_tools.publish.attempt_mark import mark, remove_tree, unmark
+from ckpt_tools.publish.attempt_mark import STAGING, TRASH, mark, remove_tree, unmark
 from ckpt_tools.publish.flock import release, try_lock
 from ckpt_tools.publish.refusals import refuse_existing, refuse_foreign
 from ckpt_tools.publish.rename import exchange, publish_name
 from ckpt_tools.publish.staging import (
     LONG_TRIES,
-    STAGING,
-    TRASH,
     TRIES,
     StagingDirectory,
     discard,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,9 @@ from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.formats.base import ASIDE, is_date_like, short_name
 from ckpt_tools.publish.attempt_mark import (
     MARK,
+    STAGING,
+    TRASH,
+    is_kept_step,
     is_made_here,
     mark,
     may_be_restored,
@@ -30,7 +33,6 @@ from ckpt_tools.publish.rename import publish_name
 from ckpt_tools.storage import PinnedStore
 from ckpt_tools.storage.local import failed
 
-STAGING, TRASH = ".tmp.", ".trash."
 TRIES, LONG_TRIES = 8, 100  # each after 10 ms
 _PRIVATE = 0o700  # the mode of a staging directory until it is published
 
@@ -326,13 +328,17 @@ def restore_aside(parent: Path, name: str = "*") -> None:
     Args:
         parent, name: as for `remove_dead`.
     """
-    for path in _unheld(parent, ASIDE, name):
+    for path in _unheld(parent, ASIDE, name, may_be_restored):
         stood_at = parent / path.name[len(ASIDE) : -9]
         with suppress(StorageError, OSError):  # another was faster
             if not os.path.lexists(stood_at):
                 publish_name(path, stood_at)
             else:
                 discard(path)
+    for path in _unheld(parent, TRASH, name, is_kept_step_in_trash):
+        with suppress(StorageError, OSError):  # a new step has its name
+            publish_name(path, parent / path.name[len(TRASH) : -9])
+            log.warning("restored %s, which a dead process had set aside", printable(path.name))
 
 
 def discard(aside: Path) -> Path:
@@ -340,14 +346,21 @@ def discard(aside: Path) -> Path:
     return aside.rename(aside.parent / f"{TRASH}{aside.name[len(ASIDE) :]}")
 
 
-def _unheld(parent: Path, prefix: str, name: str) -> Iterator[Path]:
+def is_kept_step_in_trash(path: Path) -> bool:
+    """Tells whether a directory in the trash is a step that must get its name back."""
+    return not is_made_here(path) and is_kept_step(path, path.name[len(TRASH) : -9])
+
+
+def _unheld(
+    parent: Path, prefix: str, name: str, is_meant: Callable[[Path], bool] = is_made_here
+) -> Iterator[Path]:
     """Yields the directories of attempts whose lock no process holds, each while it is locked
     here.
     """
     for path in sorted(parent.glob(f"{prefix}{name}.{'[0-9a-f]' * 8}")):
         if is_date_like(path.name[-8:]) or path.is_symlink() or not path.is_dir():
             continue
-        if not (may_be_restored if prefix == ASIDE else is_made_here)(path):
+        if not is_meant(path):
             continue
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -157,6 +157,21 @@ def list_steps(root: RunRoot, with_superseded: bool = False) -> list[Step]:
     return _list(_find(root), with_superseded)
 
 
+def list_newer(root: RunRoot, number: int) -> list[Step]:
+    """Returns the steps above a number, as `list_steps` does. It looks at no other step.
+
+    Raises:
+        StorageError: the root cannot be read.
+    """
+    found = _find(root)
+    newer = [look_at(n, store) for n, store in found.steps if n > number]
+    if not newer:
+        return []
+    superseded_by = _superseded_by(found)
+    steps = [_judged(step, superseded_by) for step in newer if found.shows(step)]
+    return [step for step in steps if not step.superseded_by]
+
+
 def _form_of(number: int, store: Store) -> int:
     """Returns the number of the form of a step's name in `STEP_FORMATS`; their number for none."""
     name = store.url.rstrip("/").rpartition("/")[2]

@@ -22,6 +22,7 @@ from ckpt_tools import CheckpointManager, StorageError
 from ckpt_tools.loop.steps.retention import pin_step, remove_step
 from ckpt_tools.publish.attempt_mark import MARK
 from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.staging import trash_path
 from ckpt_tools.publish.steps import Step, list_steps, step_name
 from tests.attacks.hostile import GIB, Run, limited
 from tests.servers.servers import Server
@@ -104,6 +105,35 @@ def test_what_comes_after_the_judgement_keeps_a_step(
         remove_step(open_root(tmp_path), judged)
     assert sorted(p.name for p in step.iterdir()) == before
     assert ckpt_tools.verify(step).problems == [] and not list(tmp_path.glob(".trash.*"))
+
+
+def nothing(step: Path) -> None:
+    del step
+
+
+def saved_anew(step: Path) -> None:
+    shutil.rmtree(step)
+    with CheckpointManager(step.parent, keep_last=None) as checkpoints:
+        checkpoints.branch_from(None)
+        checkpoints.save(1, state(7), asynchronous=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_back"), [(nothing, False), (saved_anew, True), (a_file, True), (a_pin, True)]
+)
+def test_a_step_comes_back_if_its_judge_was_killed(
+    change: Callable[[Path], None], is_back: bool, tmp_path: Path, ckpt: Run
+) -> None:
+    """The process died between the rename and the second look."""
+    saved(tmp_path, 1)
+    judged, step = step_of(tmp_path, 1), tmp_path / step_name(1)
+    change(step)
+    step.rename(trash_path(step, judged.attempt))
+    done = ckpt("prune", tmp_path, "--keep-last", 1)
+    assert step.exists() is is_back and not list(tmp_path.glob(".trash.*")), done
+    assert (f"restored .trash.{step.name}" in done.stderr) is is_back
+    if is_back:
+        assert ckpt_tools.verify(step).problems == []
 
 
 def test_a_step_that_is_gone_is_no_error(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from ckpt_tools.publish.steps import (
     Step,
     find_latest,
     find_step,
+    list_newer,
     list_steps,
     rollbacks,
     step_name,
@@ -225,11 +226,9 @@ class Mirror:
         """
         superseded = {key for note in notes for key in note.superseded.items()}
         passed, number = self._retained().passed, manifest.step or 0
-        for step in reversed(list_steps(self.there)):
-            if step.number <= number:
-                return
-            is_left = (step.name, step.attempt) in superseded or step.superseded_by
-            if step.problem or step.manifest is None or is_left or str(step.path) in passed:
+        for step in list_newer(self.there, number):
+            is_left = (step.name, step.attempt) in superseded or str(step.path) in passed
+            if step.problem or step.manifest is None or is_left:
                 continue
             raise StorageError(
                 f"the mirror has a newer step, {step.number}, which this job has not resumed from:"
