@@ -187,7 +187,7 @@ ASIDE = ".aside."
 # The notes of an attempt beside its data: the result's manifest, and the uploads it has begun.
 MANIFEST, UPLOADS = "manifest", "uploads"
 _MAX_NAME_BYTES = 200
-_NOTE = re.compile(r"(?:(.+)\.)?ckpt\.(manifest|uploads)\.[0-9a-f]{8}\.json", re.DOTALL)
+_NOTE = re.compile(r"(?:(.+)\.)?ckpt\.(manifest|uploads|attempt)\.[0-9a-f]{8}\.json", re.DOTALL)
 
 
 def short_name(name: str) -> str:

@@ -2,7 +2,8 @@
 
 A name proves nothing: a person may call a directory `.tmp.notes.deadbeef`, and whoever may write
 to a shared folder can give somebody's private directory such a name. So an attempt puts a file with
-its id into its staging directory. It is removed before the directory is published.
+its id into its staging directory, and removes it once the directory is published. A result that is
+to be replaced gets the mark of the attempt, too, before the two change places.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +22,7 @@ from ckpt_tools.formats.registry import is_ours
 from ckpt_tools.publish.manifest import Manifest, read_manifest
 from ckpt_tools.storage import LocalStore
 
-MARK = ".ckpt.attempt."
+MARK = "ckpt.attempt."  # a note, so readers ignore one that a power cut leaves in a result
 STAGING, TRASH = ".tmp.", ".trash."
 
 
@@ -33,7 +33,12 @@ def mark(directory: int, attempt: str) -> None:
         OSError: it cannot be made.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    os.close(os.open(f"{MARK}{attempt[:8]}", flags, 0o600, dir_fd=directory))
+    os.close(os.open(mark_name(attempt), flags, 0o600, dir_fd=directory))
+
+
+def mark_name(attempt: str) -> str:
+    """Returns the name of the mark of an attempt."""
+    return f"{MARK}{attempt[:8]}.json"
 
 
 def unmark(directory: int) -> None:
@@ -47,19 +52,19 @@ def is_made_here(path: Path) -> bool:
     """Tells whether an attempt has made a directory, or left it behind.
 
     A staging directory has the mark of its attempt. A step that was being removed has a manifest
-    that lists all of its files. An empty private directory is one that was not yet marked.
+    that lists all of its files.
     """
     try:
         found = path.lstat()
         if found.st_uid not in (os.geteuid(), path.parent.stat().st_uid):
             return False
-        if (path / f"{MARK}{path.name[-8:]}").is_file():
+        if (path / mark_name(path.name[-8:])).is_file():
             return True
         names = _names_below(path)
     except OSError:  # another process was faster, or it is not to be read
         return False
-    if not names:
-        return stat.S_IMODE(found.st_mode) & 0o077 == 0 or path.name.startswith(TRASH)
+    if not names:  # it was not yet marked, or is removed but for itself
+        return True
     manifests = [name for name in names if note_of(name) == (MANIFEST, "")]
     if path.name.startswith(TRASH):
         own = [note_name(MANIFEST, path.name[-8:])]  # of the save that was judged, and no other
@@ -81,7 +86,7 @@ def _foreign(path: Path, names: Iterable[str], manifests: Iterable[str]) -> list
     for manifest in (_manifest(path, name) for name in manifests):
         if manifest is not None:
             listed |= {*manifest.files, *(manifest.index or ())[:1]}
-    return [n for n in names if n not in listed and not note_of(n) and not n.startswith(MARK)]
+    return [n for n in names if n not in listed and not note_of(n)]
 
 
 def is_kept_step(path: Path, name: str) -> bool:
@@ -112,7 +117,7 @@ def may_be_restored(path: Path) -> bool:
         return True
     with suppress(OSError):
         names = [name for _, _, files in os.walk(path, onerror=_raise) for name in files]
-        return all(is_ours(name) or name == PIN or name.startswith(MARK) for name in names)
+        return all(is_ours(name) or name == PIN for name in names)
     return False
 
 

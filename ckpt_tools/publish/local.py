@@ -128,10 +128,6 @@ def publish_directory(staged: StagingDirectory, overwrite: bool, find_foreign: F
         StorageError: another writer was first, a file of somebody else is there, or the rename
             failed. Nothing is visible then.
     """
-    try:
-        unmark(staged.lock)
-    except OSError as error:
-        raise failed("publish", staged.path, error) from error
     _set_mode(staged)
     for folder, _, _ in os.walk(staged.path, topdown=False):
         sync_directory(Path(folder))
@@ -145,8 +141,8 @@ def publish_directory(staged: StagingDirectory, overwrite: bool, find_foreign: F
             publish_name(staged.target, staged.path)
             raise exchanged(staged.path)
     _confirm(staged.target)
-    with suppress(OSError):  # what it has replaced, if anything: not before that is for good
-        _mark_path(staged.path, staged.attempt)
+    with suppress(OSError):  # it is published; readers ignore the mark
+        unmark(staged.lock)
 
 
 def _replace_directory(staged: StagingDirectory, find_foreign: FindForeign) -> None:
@@ -158,18 +154,30 @@ def _replace_directory(staged: StagingDirectory, find_foreign: FindForeign) -> N
     _refuse_foreign(staged.target, staged.target, find_foreign)
     lock = _lock_old(staged)
     try:
-        if not exchange(staged.path, staged.target):
-            _replace_by_turns(staged, find_foreign)
-            return
-        try:  # the staging name now holds the old one
-            _refuse_foreign(staged.path, staged.target, find_foreign)
-            if not _was_published(staged):
-                raise exchanged(staged.path)
+        try:
+            mark(lock, staged.attempt)
+            _change_places(staged, find_foreign)
         except BaseException:
-            exchange(staged.path, staged.target)
+            with suppress(OSError):
+                unmark(lock)
             raise
+    except OSError as error:
+        raise failed("replace", staged.target, error) from error
     finally:
         release(lock)
+
+
+def _change_places(staged: StagingDirectory, find_foreign: FindForeign) -> None:
+    if not exchange(staged.path, staged.target):
+        _replace_by_turns(staged, find_foreign)
+        return
+    try:  # the staging name now holds the old one
+        _refuse_foreign(staged.path, staged.target, find_foreign)
+        if not _was_published(staged):
+            raise exchanged(staged.path)
+    except BaseException:
+        exchange(staged.path, staged.target)
+        raise
 
 
 def _lock_old(staged: StagingDirectory) -> int:
@@ -235,21 +243,12 @@ def _replace_by_turns(staged: StagingDirectory, find_foreign: FindForeign) -> No
         publish_name(staged.path, target)
         _confirm(target)
         with suppress(OSError):  # else the next one removes it
-            _mark_path(aside, staged.attempt)
             remove_tree(discard(aside))
     except BaseException:
         if not os.path.lexists(target):
             with suppress(OSError):  # else the next one brings it back
                 os.rename(aside, target)
         raise
-
-
-def _mark_path(path: Path, attempt: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        mark(fd, attempt)
-    finally:
-        os.close(fd)
 
 
 def publish_file(
@@ -383,7 +382,8 @@ def _set_mode(staged: StagingDirectory) -> None:
     """
     probe, fd = f".mode.{staged.path.name[-8:]}", staged.lock
     try:
-        os.mkdir(probe, 0o777, dir_fd=fd)
+        with suppress(FileExistsError):  # of an attempt with the same id that was killed here
+            os.mkdir(probe, 0o777, dir_fd=fd)
         mode = os.stat(probe, dir_fd=fd).st_mode
         os.rmdir(probe, dir_fd=fd)
         os.fchmod(fd, stat.S_IMODE(mode))

@@ -20,6 +20,7 @@ from ckpt_tools.publish.rename import publish_name
 from ckpt_tools.publish.run_root import GRACE_S, Leftover, RootEntries
 from ckpt_tools.publish.staging import (
     LONG_TRIES,
+    is_at,
     lock_directory,
     remove_dead,
     sync_directory,
@@ -172,13 +173,13 @@ class LocalRoot:
         try:
             try:
                 os.rename(step, trash)
-            except OSError as error:
-                raise failed("remove", step, error) from error
-            try:
                 if reason := reason_to_keep(trash.relative_to(self.path).as_posix()):
                     raise StorageError(f"{printable(name)} stays: {reason}")
-            except BaseException:
-                publish_name(trash, step)
+            except BaseException as error:
+                if is_at(lock, trash):
+                    publish_name(trash, step)
+                if isinstance(error, OSError):
+                    raise failed("remove", step, error) from error
                 raise
             sync_directory(self.path)
             self._empty(name, trash)
@@ -228,8 +229,8 @@ def _links_in(folder: str) -> list[str]:
     """Returns the symbolic links in a folder; none if it has been removed since its listing."""
     try:
         return [entry.path for entry in os.scandir(folder) if entry.is_symlink()]
-    except FileNotFoundError:
-        return []
+    except (FileNotFoundError, PermissionError):
+        return []  # it has been removed, or is somebody else's, such as lost+found
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -27,6 +27,7 @@ from ckpt_tools.publish.attempt_mark import (
     mark,
     may_be_restored,
     remove_tree,
+    unmark,
 )
 from ckpt_tools.publish.flock import held_by_this_thread, release, try_lock
 from ckpt_tools.publish.rename import publish_name
@@ -169,7 +170,7 @@ def _remove_own(path: Path, lock: int, kept_glob: str, target: Path) -> None:
             # Without locks nobody knows whose it is, unless this attempt has just put it there.
             is_free = try_lock(own) if own >= 0 and not is_locked else False
             is_own = is_locked or is_free or (is_free is None and is_at(lock, target))
-            if lock < 0 and own >= 0 and _trust_problem(os.fstat(own)):
+            if lock < 0 and own >= 0 and (_trust_problem(os.fstat(own)) or not is_made_here(path)):
                 is_own = False  # it was there before, and this attempt has refused it
             is_kept = kept_glob and any(
                 not found.name.startswith(MARK) for found in path.glob(kept_glob)
@@ -333,12 +334,21 @@ def restore_aside(parent: Path, name: str = "*") -> None:
         with suppress(StorageError, OSError):  # another was faster
             if not os.path.lexists(stood_at):
                 publish_name(path, stood_at)
+                _unmark_path(stood_at)
             else:
                 discard(path)
     for path in _unheld(parent, TRASH, name, is_kept_step_in_trash):
         with suppress(StorageError, OSError):  # a new step has its name
             publish_name(path, parent / path.name[len(TRASH) : -9])
             log.warning("restored %s, which a dead process had set aside", printable(path.name))
+
+
+def _unmark_path(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        unmark(fd)
+    finally:
+        os.close(fd)
 
 
 def discard(aside: Path) -> Path:
@@ -348,7 +358,16 @@ def discard(aside: Path) -> Path:
 
 def is_kept_step_in_trash(path: Path) -> bool:
     """Tells whether a directory in the trash is a step that must get its name back."""
-    return not is_made_here(path) and is_kept_step(path, path.name[len(TRASH) : -9])
+    name = path.name[len(TRASH) : -9]
+    is_free = is_made_here(path) and not _is_linked(path.with_name(name))
+    return not is_free and is_kept_step(path, name)
+
+
+def _is_linked(step: Path) -> bool:
+    """Tells whether a link beside a step leads to it."""
+    own = os.path.realpath(step)
+    links = (entry.path for entry in os.scandir(step.parent) if entry.is_symlink())
+    return any(f"{os.path.realpath(link)}/".startswith(f"{own}/") for link in links)
 
 
 def _unheld(

@@ -20,7 +20,7 @@ import torch
 import ckpt_tools
 from ckpt_tools import CheckpointManager, StorageError
 from ckpt_tools.loop.steps.retention import pin_step, remove_step
-from ckpt_tools.publish.attempt_mark import MARK
+from ckpt_tools.publish.attempt_mark import mark_name
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.staging import trash_path
 from ckpt_tools.publish.steps import Step, list_steps, step_name
@@ -119,7 +119,8 @@ def saved_anew(step: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "is_back"), [(nothing, False), (saved_anew, True), (a_file, True), (a_pin, True)]
+    ("change", "is_back"),
+    [(nothing, False), (saved_anew, True), (a_file, True), (a_pin, True), (a_link, True)],
 )
 def test_a_step_comes_back_if_its_judge_was_killed(
     change: Callable[[Path], None], is_back: bool, tmp_path: Path, ckpt: Run
@@ -176,7 +177,7 @@ def planted(root: Path) -> dict[Path, Path]:
     private.mkdir(mode=0o700)
     shutil.copytree(root / step_name(1), trash)
     shutil.copytree(root / step_name(1), copied)
-    (copied / f"{MARK}deadbeef").touch()  # the mark of another attempt
+    (copied / mark_name("deadbeef")).touch()  # the mark of another attempt
     files = {path: path / "thesis.tex" for path in (private, trash, copied)}
     for file in files.values():
         file.write_bytes(MINE)
@@ -192,17 +193,39 @@ def test_a_directory_with_the_name_of_a_leftover_stays(tmp_path: Path, ckpt: Run
     assert all(file.read_bytes() == MINE for file in files.values())
 
 
-def test_a_directory_with_the_name_of_the_next_attempt_is_not_emptied(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_sealed", [True, False])
+def test_a_directory_with_the_name_of_the_next_attempt_is_not_emptied(
+    is_sealed: bool, tmp_path: Path
+) -> None:
     """The id of a copy is that of its source, so it can be guessed."""
     saved(tmp_path / "run", 1)
     source = tmp_path / "run" / step_name(1)
-    attempt = step_of(tmp_path / "run", 1).attempt[:8]
-    mine = tmp_path / f".tmp.out.{attempt}"
-    mine.mkdir(mode=0o700)
-    (mine / "thesis.tex").write_bytes(MINE)
+    if not is_sealed:
+        next(source.glob("ckpt.manifest.*")).unlink()
+    ckpt_tools.copy(source, tmp_path / "first")
+    attempt = next((tmp_path / "first").glob("ckpt.*"), None) if is_sealed else None
+    names = [f".tmp.out.{attempt.name.split('.')[2]}"] if attempt else staged_names(source)
+    for name in names:
+        mine = tmp_path / name
+        mine.mkdir(mode=0o700)
+        (mine / "thesis.tex").write_bytes(MINE)
     with pytest.raises(StorageError, match="has the name of a staging directory"):
         ckpt_tools.copy(source, tmp_path / "out")
-    assert (mine / "thesis.tex").read_bytes() == MINE and not (tmp_path / "out").exists()
+    assert all((tmp_path / name / "thesis.tex").read_bytes() == MINE for name in names)
+    assert not (tmp_path / "out").exists()
+
+
+def staged_names(source: Path) -> list[str]:
+    """Returns the name of the staging directory of a copy, which a full disk leaves behind."""
+    work = source.parent / "guess"
+    work.mkdir()
+    code = (
+        "import sys, ckpt_tools, ckpt_tools.publish.local as local, os\n"
+        "local.publish_directory = lambda staged, *_: os._exit(9)\n"
+        "ckpt_tools.copy(sys.argv[1], sys.argv[2])"
+    )
+    subprocess.run([sys.executable, "-c", code, source, work / "out"], check=False)
+    return [path.name for path in work.glob(".tmp.out.*")]
 
 
 # ---- mirrors of two runs -------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import ckpt_tools
 from ckpt_tools import CheckpointManager, NotACheckpointError, StorageError
 from ckpt_tools.loop.steps.policy import Retention
 from ckpt_tools.loop.steps.retention import pin_step, prune_steps, removable
-from ckpt_tools.publish.attempt_mark import MARK
+from ckpt_tools.publish.attempt_mark import mark_name
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.steps import Step, list_steps, step_name
@@ -92,7 +92,7 @@ def test_prune_removes_what_the_rules_let_go_and_nothing_else(run: Path, ckpt: R
     dead, mine = run / ".tmp.step-00000011.abcdabcd", run / "notes"
     dead.mkdir()
     mine.mkdir()
-    (dead / f"{MARK}abcdabcd").touch()
+    (dead / mark_name("abcdabcd")).touch()
     (dead / "__0_0.distcp").write_bytes(b"half")
     before = sorted(p.name for p in run.iterdir())
     dry = ckpt("prune", run, "--keep-last", 1, "--keep-every", 20, "--dry-run")
@@ -114,7 +114,7 @@ def test_prune_leaves_the_staging_of_a_live_job(run: Path, ckpt: Run) -> None:
 
     live = run / ".tmp.step-00000011.abcdabcd"
     live.mkdir()
-    (live / f"{MARK}abcdabcd").touch()
+    (live / mark_name("abcdabcd")).touch()
     fd = os.open(live, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     ckpt("prune", run, "--keep-last", 3)

@@ -21,7 +21,7 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError, StorageError
-from ckpt_tools.publish.attempt_mark import MARK
+from ckpt_tools.publish.attempt_mark import mark_name
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.lock import Lease
 from ckpt_tools.publish.manifest import find_manifest
@@ -167,7 +167,7 @@ def test_a_second_copy_transfers_what_is_missing_or_differs(server: Server, tmp_
         / f".tmp.down.{next(iter((tmp_path / 'four').glob('ckpt.manifest.*'))).name.split('.')[2]}"
     )
     staged.mkdir()
-    (staged / f"{MARK}{staged.name[-8:]}").touch()
+    (staged / mark_name(staged.name[-8:])).touch()
     for name in ("__0_0.distcp", "__3_0.distcp"):
         (staged / name).write_bytes((tmp_path / "four" / name).read_bytes())
     (staged / "__1_0.distcp").write_bytes(bytes(sizes["__1_0.distcp"]))
