@@ -18,7 +18,7 @@ from ckpt_tools.core.catalog import TORCH_ZIP, BytesEntry, Catalog
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Literal, Plan
 from ckpt_tools.core.statistics import TensorStatistics, unpack_statistics
-from ckpt_tools.errors import FormatError, IntegrityError, printable
+from ckpt_tools.errors import FormatError, IntegrityError, StorageError, printable
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import MANIFEST, note_name, note_of, short_name
 from ckpt_tools.formats.dcp.format import is_data_file
@@ -229,7 +229,7 @@ _DAMAGED_INDEX = (
     "if another tool has written here since the seal, remove ckpt.manifest.*.json and run ckpt"
     " seal. Else a bit has flipped: try again, take another copy, or save the rest: ckpt salvage"
 )
-_READ_BYTES = 16 << 20
+_READ_BYTES, _JSON_BYTES = 16 << 20, 1 << 20
 _MAX_BYTES = 128 << 20  # JSON takes up to twenty times its length in memory
 
 
@@ -415,25 +415,34 @@ def _check_indexes(manifest: Manifest, catalog: Catalog) -> None:
 def check_pickles(manifest: Manifest, store: Store, catalog: Catalog) -> None:
     """Compares the pickles of `torch.save` files with their checksums in the manifest.
 
-    A pickle has every name and plain value. A short file is compared as a whole.
+    A pickle has every name and plain value. Short files that have them, too, are compared as a
+    whole: the index, the progress of transformers' Trainer, and `torch.save` files whose pickles
+    were not sealed.
 
     Raises:
         IntegrityError: one is not what was sealed.
     """
-    sizes, used = catalog.file_sizes, whole_archives(catalog)
-    sealed = {name: manifest.pickles.get(name) for name in sorted(used & manifest.files.keys())}
-    for name, found in sealed.items():
-        whole_file = manifest.files[name]
-        if found is None and whole_file.nbytes <= _READ_BYTES:
-            sealed[name] = SealedPickle(0, whole_file.nbytes, whole_file.crc64nvme)
-    ranges = {name: found for name, found in sealed.items() if found is not None}
-    store.will_read((name, found.start, found.nbytes) for name, found in ranges.items())
+    used, ranges = whole_archives(catalog), dict(manifest.pickles)
+    for name, file in [*manifest.files.items(), *([manifest.index] if manifest.index else [])]:
+        is_short = file.nbytes <= (_READ_BYTES if name in used else _JSON_BYTES)
+        is_index = manifest.index is not None and name == manifest.index[0]
+        is_read = name in used or is_index or name.endswith("trainer_state.json")
+        if is_read and is_short and name not in ranges and name not in catalog.index_crcs:
+            ranges[name] = SealedPickle(0, file.nbytes, file.crc64nvme)
+    folder = folder_of(store)[0]
+    folder.will_read((name, found.start, found.nbytes) for name, found in ranges.items())
     for name, (start, nbytes, expected) in ranges.items():
-        got = (
-            hex64(crc64nvme(read(store, name, start, nbytes)))
-            if start + nbytes <= sizes[name]
-            else "a shorter file"
-        )
+        try:
+            is_short = folder.size(name) < start + nbytes
+            data = b"" if is_short else read(folder, name, start, nbytes)
+            got = "a shorter file" if is_short else hex64(crc64nvme(data))
+        except StorageError as error:
+            if not error.is_missing:
+                raise
+            raise IntegrityError(
+                f"a sealed file is missing: {printable(name)} ({printable(folder.url)})",
+                hint="restore it; ckpt salvage writes what is there",
+            ) from error
         if got != expected:
             raise IntegrityError(
                 f"the pickle of a file is not the sealed one: expected CRC-64 {expected}, got {got}"
@@ -502,6 +511,8 @@ def _check_headers(manifest: Manifest, catalog: Catalog) -> None:
 
     Indexes have one in the manifest, and torch's pickles have one in their zip.
     """
+    if manifest.operation == "copy" and not manifest.tensors:
+        return  # a copy of a file without a manifest reads no header
     has_pickle = any(archive.packing == TORCH_ZIP for archive in catalog.archives)
     if catalog.index_crcs or has_pickle or catalog.lacks_shapes:
         return

@@ -310,10 +310,7 @@ def _superseded_by(found: _Found) -> dict[tuple[str, str], str]:
     A step is a pair of name and attempt.
     """
     return {
-        key: note.step
-        for note in found.notes
-        if _is_in_effect(note, found)
-        for key in note.superseded.items()
+        key: note.step for note in found.notes if _is_in_effect(note, found) for key in note.pairs
     }
 
 

@@ -28,7 +28,8 @@ class RollbackNote:
         step, attempt: name of the first new step, and the id of the attempt that writes it.
         resumed: number of the step that the new branch begins at.
         superseded: name of each superseded step to the attempt that wrote it, "" where it has no
-            manifest.
+            manifest. If disk and mirror thinned a step separately, these are two attempts, with a
+            space between them.
         is_committed: whether the first new step was seen complete.
     """
 
@@ -57,6 +58,17 @@ class RollbackNote:
             ).encode()
             + b"\n"
         )
+
+    def supersedes(self, name: str, attempt: str) -> bool:
+        """Tells whether a step is one of the superseded ones."""
+        return name in self.superseded and attempt in self.superseded[name].split(" ")
+
+    @property
+    def pairs(self) -> set[tuple[str, str]]:
+        """Returns name and attempt of each superseded step."""
+        return {
+            (n, attempt) for n, found in self.superseded.items() for attempt in found.split(" ")
+        }
 
     @property
     def committed(self) -> RollbackNote:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools import CheckpointManager, StorageError
+from ckpt_tools import CheckpointManager, Retention, StorageError
 from ckpt_tools.loop.steps.retention import pin_step, remove_step
 from ckpt_tools.publish.attempt_mark import mark_name
 from ckpt_tools.publish.destinations import open_root
@@ -44,6 +44,8 @@ def saved(root: Path | str, *steps: int, **options: Any) -> None:
     with CheckpointManager(root, keep_last=None, **options) as checkpoints:
         for step in steps:
             checkpoints.save(step, state(step), asynchronous=False)
+            if checkpoints._mirror is not None:
+                checkpoints._mirror.wait()  # else a newer step takes its place
 
 
 def step_of(root: Path | str, number: int, options: dict[str, Any] | None = None) -> Step:
@@ -362,3 +364,85 @@ def test_an_answer_without_end_is_refused(verb: str, path: str, message: str) ->
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_a_rollback_after_thinning_reaches_the_mirror(server: Server, tmp_path: Path) -> None:
+    """Disk and mirror thin a step separately, so it has two ids."""
+    server.bucket("thinned")
+    url, options = "s3://thinned/run", server.options
+
+    def job() -> CheckpointManager:
+        retention = Retention(last=10, full=2)
+        return CheckpointManager(
+            tmp_path / "run", retention=retention, mirror=url, storage_options=options
+        )
+
+    def trained(value: float) -> dict[str, Any]:
+        model = torch.nn.Linear(3, 3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer, "value": value}
+
+    for steps, back in (((1, 2), None), ((3, 4, 5, 6, 7), 2), ((3,), 2)):
+        with job() as checkpoints:
+            if back:
+                assert checkpoints.resume(trained(0.0), step=back) == back
+            for step in steps:
+                checkpoints.save(step, trained(float(step)), asynchronous=False)
+                checkpoints._mirror.wait()  # type: ignore[union-attr]
+        if steps == (1, 2):
+            pin_step(tmp_path / "run" / step_name(2))
+    shutil.rmtree(tmp_path / "run")
+    with job() as checkpoints:
+        assert checkpoints.resume(trained(0.0)) == 3
+
+
+def test_a_step_of_this_run_is_replaced_in_the_mirror(server: Server, tmp_path: Path) -> None:
+    server.bucket("replaced")
+    url, options = "s3://replaced/run", server.options
+    saved(tmp_path / "run", 1, 2, 3, mirror=url, storage_options=options)
+    with CheckpointManager(
+        tmp_path / "run", keep_last=None, mirror=url, storage_options=options
+    ) as checkpoints:
+        assert checkpoints.resume(state(0)) == 3
+        checkpoints.save(2, state(7), asynchronous=False, overwrite=True)
+    got = state(0)
+    ckpt_tools.load(f"{url}/{step_name(2)}", got, storage_options=options)
+    assert got["step"] == 7
+
+
+def test_a_damaged_copy_in_the_mirror_gives_way(server: Server, tmp_path: Path) -> None:
+    fs = server.bucket("damaged-copy")
+    url, options = "s3://damaged-copy/run", server.options
+    saved(tmp_path / "run", 1, 2, mirror=url, storage_options=options)
+    (data,) = fs.glob(f"damaged-copy/run/{step_name(2)}/*.distcp")
+    content = bytearray(fs.cat_file(data))
+    content[600:700] = bytes(100)
+    fs.pipe_file(data, bytes(content))
+    shutil.rmtree(tmp_path / "run")
+    with CheckpointManager(
+        tmp_path / "run", keep_last=None, mirror=url, storage_options=options
+    ) as checkpoints:
+        assert checkpoints.resume(state(0)) == 1
+        checkpoints.save(2, state(7), asynchronous=False)
+    got = state(0)
+    ckpt_tools.load(f"{url}/{step_name(2)}", got, storage_options=options)
+    assert got["step"] == 7
+
+
+def test_a_mark_that_a_power_cut_left_in_a_result_is_ignored(tmp_path: Path, ckpt: Run) -> None:
+    saved(tmp_path / "run", 1, 2)
+    step = tmp_path / "run" / step_name(1)
+    (step / mark_name("deadbeef")).touch()
+    done = ckpt("verify", step)
+    assert done.returncode == 0 and "deadbeef" not in done.stdout + done.stderr
+    ckpt_tools.load(step, state(0))
+    ckpt_tools.copy(step, tmp_path / "copied")
+    assert not list((tmp_path / "copied").glob("ckpt.attempt.*"))
+    ckpt_tools.reshard(tmp_path / "run" / step_name(2), step, to_ranks=2, overwrite=True)
+    assert not list(step.glob("ckpt.attempt.*"))
+    (step / mark_name("deadbeef")).touch()
+    saved(tmp_path / "other", 1, 2)
+    (tmp_path / "other" / step_name(1) / mark_name("deadbeef")).touch()
+    assert [s.number for s in ckpt_tools.prune(tmp_path / "other", 1).removed] == [1]

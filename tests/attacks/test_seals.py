@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -235,3 +236,62 @@ def test_a_sealed_adapter_and_side_files_are_compared(tmp_path: Path) -> None:
                 ckpt_tools.convert(tmp_path / "full.pt", tmp_path / "b", to="peft", base=adapter)
         (adapter / name).write_bytes(sound)
     assert not (tmp_path / "n.safetensors").exists() and not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("to", "files"),
+    [
+        ("deepspeed-universal", ["zero/optimizer_state.pt", "mp_rank_00_model_states.pt"]),
+        ("accelerate", ["scheduler.bin"]),
+    ],
+)
+def test_exchanged_files_of_values_are_refused(to: str, files: list[str], tmp_path: Path) -> None:
+    for number in (0, 1):
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + number)
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": number}
+        state["scheduler"] = {"last_epoch": number}
+        torch.save(state, tmp_path / f"{number}.pt")
+        out = tmp_path / f"out{number}"
+        ckpt_tools.convert(tmp_path / f"{number}.pt", out, to=to, param_order="model")
+    for file in files:
+        sound = (tmp_path / "out0" / file).read_bytes()
+        assert ckpt_tools.inspect(tmp_path / "out0").total.num_tensors
+        shutil.copy(tmp_path / "out1" / file, tmp_path / "out0" / file)
+        refused = (
+            lambda: ckpt_tools.convert(tmp_path / "out0", tmp_path / "x.pt", to="torch"),
+            lambda: ckpt_tools.load(tmp_path / "out0", {"epoch": 0}),
+            lambda: ckpt_tools.reshard(tmp_path / "out0", tmp_path / "y", to_ranks=2),
+        )
+        for call in refused:
+            with pytest.raises(IntegrityError, match="not the sealed one"):
+                call()
+        assert any(
+            problem.file == file for problem in ckpt_tools.verify(tmp_path / "out0").problems
+        )
+        (tmp_path / "out0" / file).write_bytes(sound)
+
+
+def test_a_copy_of_one_file_without_a_manifest_is_readable(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(5)}, tmp_path / "m.safetensors")
+    np.savez(tmp_path / "n.npz", a=np.arange(5.0))
+    for name in ("m.safetensors", "n.npz"):
+        ckpt_tools.copy(tmp_path / name, tmp_path / f"c{name}")
+        ckpt_tools.merge(tmp_path / f"c{name}", tmp_path / f"{name}.safetensors")
+        assert ckpt_tools.verify(tmp_path / f"c{name}").problems == []
+    ckpt_tools.seal(tmp_path / "n.npz")
+    assert ckpt_tools.inspect(tmp_path / "n.npz").total.num_tensors == 1
+
+
+def test_what_a_universal_checkpoint_cannot_hold_is_named(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(6, 4)).square().mean().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer, "array": np.arange(3)}
+    ckpt_tools.save(tmp_path / "s", state)
+    result = ckpt_tools.convert(tmp_path / "s", tmp_path / "u", to="deepspeed-universal")
+    said = " ".join(result.notes)
+    assert "1.running_mean" in said and "array.data" in said

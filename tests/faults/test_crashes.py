@@ -35,13 +35,16 @@ with CheckpointManager(sys.argv[1], keep_last=1) as checkpoints:
 
 
 def contents(path: Path) -> Files:
-    """Every file below a directory, or a file by itself."""
+    """Every file below a directory, or a file by itself.
+
+    A power cut may leave the empty mark of an attempt in a result, which readers ignore.
+    """
     if path.is_file():
         return {"": path.read_bytes()}
     return {
         p.relative_to(path).as_posix(): p.read_bytes()
         for p in sorted(path.rglob("*"))
-        if p.is_file()
+        if p.is_file() and not (p.name.startswith("ckpt.attempt.") and not p.stat().st_size)
     }
 
 

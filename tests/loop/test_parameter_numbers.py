@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PlanError
@@ -147,6 +148,101 @@ def test_parameters_of_one_group_with_other_tensor_options_are_refused(tmp_path:
     one = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
     with pytest.raises(PlanError, match="parameters of one group were saved with different"):
         ckpt_tools.load(tmp_path / "d", {"model": model, "optimizer": one})
+
+
+def lbfgs() -> tuple[nn.Module, torch.optim.LBFGS]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    return model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+
+def train(model: nn.Module, optimizer: torch.optim.LBFGS) -> float:
+    inputs = torch.arange(8.0).reshape(2, 4)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        found: torch.Tensor = (model(inputs) - 1).square().mean()
+        found.backward()
+        return found
+
+    return float(optimizer.step(loss).detach())
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+def test_state_that_is_a_list_goes_through_convert(to: str, tmp_path: Path) -> None:
+    model, optimizer = lbfgs()
+    for _ in range(3):
+        train(model, optimizer)
+    ckpt_tools.save(tmp_path / "s", {"model": model, "optimizer": optimizer})
+    out = tmp_path / ("o.pt" if to == "torch" else "o")
+    ckpt_tools.convert(tmp_path / "s", out, to=to)
+    new_model, new = lbfgs()
+    ckpt_tools.load(out, {"model": new_model, "optimizer": new})
+    assert [train(new_model, new) for _ in range(3)] == [train(model, optimizer) for _ in range(3)]
+
+
+def test_an_order_that_nothing_tells_does_not_become_numbers(tmp_path: Path) -> None:
+    model = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(12)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(layer(torch.ones(4)).sum() for layer in model).backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    flat = get_optimizer_state_dict(model, optimizer, options=options)
+    state = {"model": model.state_dict(), "optimizer": dict(sorted(flat.items()))}
+    dcp.save(state, checkpoint_id=tmp_path / "flat", no_dist=True)
+    result = ckpt_tools.convert(tmp_path / "flat", tmp_path / "groups", to="dcp")
+    assert any("in the order of the file" in note for note in result.notes)
+    with pytest.raises(PlanError, match="nothing tells the order"):
+        ckpt_tools.convert(tmp_path / "groups", tmp_path / "i.pt", to="torch", optimizer="ids")
+    names = [name for name, _ in model.named_parameters()]
+    ckpt_tools.convert(
+        tmp_path / "groups", tmp_path / "i.pt", to="torch", optimizer="ids", param_order=names
+    )
+    new = torch.optim.AdamW(model.parameters())
+    new.load_state_dict(torch.load(tmp_path / "i.pt")["optimizer"])
+    for parameter in model.parameters():
+        want = optimizer.state[parameter]["exp_avg"]
+        assert torch.equal(new.state[parameter]["exp_avg"], want)
+
+
+def test_what_load_state_dict_takes_is_loaded(tmp_path: Path) -> None:
+    """DDP's prefix, and names of parameters that only the job has."""
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    weights = {f"module.{name}": value for name, value in model.state_dict().items()}
+    torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "p.pt")
+    new_model = nn.Linear(3, 3)
+    new = torch.optim.AdamW(list(new_model.named_parameters()))
+    ckpt_tools.load(tmp_path / "p.pt", {"model": new_model, "optimizer": new})
+    assert torch.equal(new_model.weight, model.weight)
+    assert new.param_groups[0]["lr"] == 0.3
+    want = optimizer.state[model.weight]["exp_avg"]
+    assert torch.equal(new.state[new_model.weight]["exp_avg"], want)
+
+
+def test_a_group_without_parameters_gets_its_options(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+
+    def optimizer(*rates: float) -> torch.optim.AdamW:
+        groups = [{"params": list(model.parameters())}, {"params": []}]
+        return torch.optim.AdamW([g | {"lr": lr} for g, lr in zip(groups, rates, strict=True)])
+
+    ckpt_tools.save(tmp_path / "s", {"model": model, "optimizer": optimizer(0.1, 0.3)})
+    new = optimizer(0.7, 0.9)
+    ckpt_tools.load(tmp_path / "s", {"model": model, "optimizer": new})
+    assert [group["lr"] for group in new.param_groups] == [0.1, 0.3]
+
+
+def test_numbers_of_an_optimizer_without_state_are_loaded_by_torch(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.7)
+    ckpt_tools.save(tmp_path / "s", {"model": model, "optimizer": optimizer})
+    ckpt_tools.convert(tmp_path / "s", tmp_path / "p.pt", to="torch", optimizer="ids")
+    new = torch.optim.AdamW(model.parameters())
+    new.load_state_dict(torch.load(tmp_path / "p.pt")["optimizer"])
+    assert new.param_groups[0]["lr"] == 0.7
 
 
 def test_conjugated_and_negated_views_are_loaded(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from awscrt.checksums import crc64nvme
 from ckpt_tools import CheckpointManager, FormatError, StorageError
 from ckpt_tools.loop.steps.policy import Retention
 from ckpt_tools.loop.steps.retention import removable
+from ckpt_tools.publish.attempt_mark import mark_name
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.manifest import parse_manifest
 from ckpt_tools.publish.steps import Step, damage, find_latest, list_steps, step_name
@@ -136,6 +137,7 @@ def test_a_step_that_stands_aside_for_one_that_never_came_is_brought_back(run: P
     """As a kill leaves it where a file system cannot exchange two names."""
     step = newest(run)
     aside = run / f".aside.{step.name}.abcdef12"
+    (step / mark_name("abcdef12")).touch()
     step.rename(aside)
     assert open_root(run).remove_leftovers(dry_run=True) == [] and not step.exists()
     # its place is taken: the new one came
@@ -148,6 +150,7 @@ def test_a_step_that_stands_aside_for_one_that_never_came_is_brought_back(run: P
     ] and aside.exists()
     os.close(held)
     assert open_root(run).remove_leftovers() == [] and not aside.exists()
+    assert not (step / mark_name("abcdef12")).exists()
     assert (
         find_latest(open_root(run)).step == list_steps(open_root(run))[-1]
         and find_latest(open_root(run), verify=True).passed_over == []

@@ -104,7 +104,9 @@ class PairedNames:
             for n in missing_objects
             if isinstance(exported.objects[n], Mapping) and not exported.objects[n]
         }
-        absent = [n for n in every if n not in tied | self.settled | empty | gone]
+        # torch's `load_state_dict` keeps the names of the job, if none are stored
+        own = {n for n in missing_objects if exported.paths[n][-1] == "param_names"}
+        absent = [n for n in every if n not in tied | self.settled | empty | gone | own]
         if lacks_frozen:
             absent = _without_frozen(absent, exported.frozen, self.notes)
         return absent, gone
@@ -210,7 +212,8 @@ def _prefix_that_fits(
     root: str, ours: Sequence[str], model: str, plain: Mapping[str, str]
 ) -> tuple[str, dict[str, str]] | None:
     """Returns a prefix with which most names of a key are stored, and the stored names."""
-    for prefix in dict.fromkeys((f"{root}.", f"{model}." if model else "", "")):
+    usual = (f"{root}.", f"{root}.module.", f"{model}." if model else "", "")  # DDP's module
+    for prefix in dict.fromkeys(usual):
         names = {n: s for n in ours if (s := plain.get(prefix + n[len(root) + 1 :]))}
         if len(names) * 2 > len(ours):
             return prefix, names

@@ -76,6 +76,12 @@ def name_numbers(
         # a ParameterList has numbers for names: then only the lists of the groups tell which
         is_unclear = not state or all(map(is_number, names))
         if is_unclear and not _groups(result.catalog, prefix, read_value)[0]:
+            if state and f"{prefix}param_groups" in catalog.objects:
+                raise PlanError(
+                    f"the optimizer at {flat_name(path)!r} has the form of torch before 2.4, and"
+                    " numbers that may be names of parameters",
+                    hint="ckpt convert --to dcp gives it groups",
+                )
             continue
         _name_one(result, prefix, state, optimizer, path, names, read_value)
     return result

@@ -252,8 +252,8 @@ def _load_by_name(optimizer: Optimizer, given: Mapping[str, Any], names: Sequenc
     numbers = {name: number for number, name in enumerate(names)}
     state = {numbers[name]: values for name, values in given["state"].items() if name in numbers}
     groups = [
-        _options(group, given.get("param_groups", ()), names)
-        for group in optimizer.state_dict()["param_groups"]
+        _options(group, number, given.get("param_groups", ()), names)
+        for number, group in enumerate(optimizer.state_dict()["param_groups"])
     ]
     stored = {name for group in given.get("param_groups", ()) for name in group.get("params", ())}
     if stored and not stored & set(names):
@@ -266,15 +266,22 @@ def _load_by_name(optimizer: Optimizer, given: Mapping[str, Any], names: Sequenc
 
 
 def _options(
-    group: Mapping[str, Any], stored: Sequence[Mapping[str, Any]], names: Sequence[str]
+    group: Mapping[str, Any],
+    number: int,
+    stored: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
 ) -> dict[str, Any]:
     """Returns a group with the saved options of its parameters.
+
+    A group without parameters takes those of the group with its number, if that has none either.
 
     Raises:
         PlanError: they were saved in several groups.
     """
     mine = {names[number] for number in group["params"]}
     found = [other for other in stored if mine & set(other.get("params", ()))]
+    if not mine and number < len(stored) and stored[number].get("params") in ([], ()):
+        found = [stored[number]]
     if len(found) > 1:
         raise PlanError(
             f"parameters of one group were saved in {len(found)} groups, such as"

@@ -67,7 +67,9 @@ class Candidates:
         if path is not None:
             number = number_of(path, self._options)
             newer = rollback.newer_than(self._steps_of_mirror(), number)
-            self._leave(number, newer | rollback.newer_than(list_steps(self.root), number))
+            self._leave(
+                number, rollback.merged(newer, rollback.newer_than(list_steps(self.root), number))
+            )
             return number, place_of(path)
         if step is not None:
             return step, self._by_number(step)
@@ -97,7 +99,7 @@ class Candidates:
         """Notes that the next save begins a branch after a step; -1 if it begins the run."""
         self.branch = None
         newer = rollback.newer_than(self._steps_of_mirror(), number)
-        newer |= rollback.newer_than(list_steps(self.root), number)
+        newer = rollback.merged(newer, rollback.newer_than(list_steps(self.root), number))
         self._leave(number, newer)
 
     def refuse_older(self, number: int) -> None:
@@ -149,7 +151,7 @@ class Candidates:
         found = next((s for s in steps if s.number == number), None)
         newer = rollback.newer_than(steps, number)
         there = self._steps_of_mirror()
-        newer = rollback.newer_than(there, number) | newer
+        newer = rollback.merged(rollback.newer_than(there, number), newer)
         steps = [*steps, *there]
         if found is None or found.problem:
             found = next((s for s in there if s.number == number), found)

@@ -15,7 +15,7 @@ from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.loop.steps import rollback
 from ckpt_tools.loop.steps.policy import Retention
-from ckpt_tools.loop.steps.retention import retain
+from ckpt_tools.loop.steps.retention import remove_step, retain
 from ckpt_tools.loop.steps.waiting import wait_for_thread, with_hint
 from ckpt_tools.operations.copy import copy
 from ckpt_tools.publish.manifest import Manifest, find_manifest
@@ -23,6 +23,7 @@ from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.steps import (
     STEP_FORMATS,
     Step,
+    damage,
     find_latest,
     find_step,
     list_newer,
@@ -200,12 +201,7 @@ class Mirror:
             and there.manifest is not None
             and there.manifest.attempt != manifest.attempt
         ):
-            where = rollback.set_aside(self.there, there, manifest.attempt)
-            log.warning(
-                "%s was saved again: the copy in the mirror is set aside as %s",
-                printable(str(path)),
-                printable(where),
-            )
+            self._set_aside(there, manifest.attempt)
         result = copy(path, self.there.step_path(path.name), storage_options=self.there.options)
         log.info("mirrored %s in %.1f s", result.destination, result.seconds)
         self._newest = (path.name, manifest.attempt) if manifest is not None else None
@@ -214,6 +210,22 @@ class Mirror:
         for note in notes:
             if self._root is not None:
                 remove_note(self._root, note)
+
+    def _set_aside(self, step: Step, attempt: str) -> None:
+        """Sets aside a step in the store that was saved again; removes it if it is damaged."""
+        try:
+            where = rollback.set_aside(self.there, step, attempt)
+        except CheckpointError as error:
+            if not damage(step):
+                raise
+            remove_step(self.there, step)
+            log.warning("removed the damaged copy %s: %s", printable(str(step.path)), error)
+            return
+        log.warning(
+            "%s was saved again: the copy in the mirror is set aside as %s",
+            printable(step.name),
+            printable(where),
+        )
 
     def _refuse_older(self, manifest: Manifest, notes: Sequence[RollbackNote]) -> None:
         """Refuses a step below a newer one in the store, which this run has not superseded.
@@ -224,7 +236,8 @@ class Mirror:
         Raises:
             StorageError: there is such a step.
         """
-        superseded = {key for note in notes for key in note.superseded.items()}
+        superseded = {pair for note in notes for pair in note.pairs}
+        superseded |= {(step.name, step.attempt) for step in self._steps()}  # of this run
         passed, number = self._retained().passed, manifest.step or 0
         for step in list_newer(self.there, number):
             is_left = (step.name, step.attempt) in superseded or str(step.path) in passed

@@ -6,7 +6,7 @@ store by a copy within the store. Only the user removes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import printable
@@ -21,6 +21,14 @@ def newer_than(steps: Iterable[Step], number: int) -> dict[str, str]:
     return {s.name: s.attempt for s in steps if s.number > number}
 
 
+def merged(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
+    """Returns the steps of two roots by name, with each attempt that either has."""
+    return {
+        name: " ".join(sorted({*one.get(name, other.get(name, "")).split(" "), *found.split(" ")}))
+        for name, found in (*one.items(), *other.items())
+    }
+
+
 def make_way(root: RunRoot, note: RollbackNote) -> None:
     """Sets aside the old step that has the name of the first new step.
 
@@ -28,7 +36,7 @@ def make_way(root: RunRoot, note: RollbackNote) -> None:
         StorageError: it cannot be moved.
     """
     for step in list_steps(root):
-        if step.name == note.step and note.superseded.get(step.name) == step.attempt:
+        if step.name == note.step and note.supersedes(step.name, step.attempt):
             _set_aside(root, step, note)
 
 
@@ -49,7 +57,7 @@ def complete(root: RunRoot) -> None:
         if not note.is_committed:
             write_note(root, note.committed)
         for step in list_steps(root, with_superseded=True):
-            if step.name in note.superseded and note.superseded[step.name] == step.attempt:
+            if note.supersedes(step.name, step.attempt):
                 _set_aside(root, step, note)
         if not root.keeps_notes:
             remove_note(root, note)

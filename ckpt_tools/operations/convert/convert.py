@@ -55,6 +55,7 @@ from ckpt_tools.transfer.options import Options, Path_
 from ckpt_tools.transfer.result import TransferResult
 from ckpt_tools.transfer.transfer import TransferRequest, transfer
 
+_PARAM_ORDER, _OF_THE_FILE = "param_order", "of the file"  # in the manifest's `source`
 _COPIES = ("bit16.",)  # DeepSpeed's second copy of the weights
 
 
@@ -73,10 +74,11 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
     """
     check_request(to, str(dst), how)
     storage_options = how.get("storage_options")
-    source, _ = open_sealed(src, storage_options, lay_beside(how.get("shapes")))
+    source, manifest = open_sealed(src, storage_options, lay_beside(how.get("shapes")))
     if how.get("param_order") != "model":  # "model" also uses the shapes file
         check_needed(how.get("shapes"), source.catalog)
-    return convert_source(source, dst, to, how)
+    is_unordered = manifest is not None and manifest.source.get(_PARAM_ORDER) == _OF_THE_FILE
+    return convert_source(source, dst, to, how, is_unordered=is_unordered)
 
 
 def convert_source(
@@ -88,6 +90,7 @@ def convert_source(
     changes: str = "",
     prove: Callable[[Group], None] | None = None,
     about: Mapping[str, Any] | None = None,
+    is_unordered: bool = False,
 ) -> TransferResult:
     """Writes an opened checkpoint in another layout.
 
@@ -95,6 +98,7 @@ def convert_source(
         source: the checkpoint.
         dst, to, how: as for `convert`, and checked.
         operation, changes, prove, about: see `TransferRequest`.
+        is_unordered: the groups of its optimizers do not list parameters in the order of the job.
     """
     storage_options = how.get("storage_options")
     is_model = how.get("model_only") or TARGETS[to].is_model
@@ -104,6 +108,9 @@ def convert_source(
     order = _model_order(source) if isinstance(given, str) else given
     keeps_order = source.format in (torch_save, per_rank)
     taken = take_apart(source.catalog, source.store, order, keeps_order, bool(is_model))
+    if is_unordered:
+        for optimizer in taken.optimizers:
+            optimizer.has_order = optimizer.is_numbered
     is_numbered = not is_model and (TARGETS[to].forms == ("ids",) or how.get("optimizer") == "ids")
     check_used(
         order,
@@ -128,6 +135,7 @@ def convert_source(
     if not parts.model and not parts.optimizers and not parts.tensors:
         what = f"no tensors are left of {len(source.catalog.tensors)} ({printable(source.path)})"
         raise PlanError(what, hint=f"ckpt inspect {source.path}")
+    about = {**(about or {}), **_order_of(parts, how)}
     layout = TargetLayout(source, parts, how, bool(is_model))
     catalog, form, request = layout.lay_out(to, str(dst))
     catalog = replace(catalog, made=layout.made.files, file_sizes=source.catalog.file_sizes)
@@ -148,7 +156,7 @@ def convert_source(
             left_out=_dropped(source.catalog, catalog, layout.parts),
             changes=changes,
             prove=prove,
-            about=about or {},
+            about=about,
         )
     )
     parts.notes.extend(_notes_on(source.catalog, to, bool(is_model)))
@@ -157,6 +165,24 @@ def convert_source(
             "transformers loads it: no name missing or unexpected, every tensor as it was written"
         )
     return replace(result, notes=(*result.notes, *parts.notes))
+
+
+def _order_of(parts: TrainingState, how: Conversion) -> dict[str, str]:
+    """Returns what the manifest says of the order in groups; adds a note if it is not the job's.
+
+    A checkpoint with options for each parameter lists no order. Groups that are made of it have
+    one, which must not become numbers later.
+    """
+    if how.get("optimizer") == "flat" or not parts.optimizers:
+        return {}
+    names = [o.prefix for o in parts.optimizers if not o.has_order and not o.is_unnamed]
+    if not names:
+        return {}
+    parts.notes.append(
+        f"{printable(', '.join(names))}: the groups list the parameters in the order of the file,"
+        " because nothing tells that of the job; --optimizer ids will need --param-order"
+    )
+    return {_PARAM_ORDER: _OF_THE_FILE}
 
 
 def _notes_on(catalog: Catalog, to: str, is_model: bool) -> list[str]:

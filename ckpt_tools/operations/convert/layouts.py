@@ -236,7 +236,8 @@ class TargetLayout:
         optimizer.prefix = "optimizer"
         trained = {fqn for group in optimizer.groups for fqn in group["params"]}
         rest = put_together(replace(self.parts, model={}, optimizers=[]), "groups", self.made)
-        _, values, _ = self._unpacked(replace(rest, tensors={}))
+        unpacked, values, unknown = self._unpacked(replace(rest, tensors={}))
+        self._note_not_universal({*rest.tensors, *unpacked.tensors, *unknown}, trained)
         self.parts = replace(
             self.parts,
             tensors={},
@@ -263,6 +264,20 @@ class TargetLayout:
         groups = [{**group, "params": list(group["params"])} for group in optimizer.groups]
         request = Request(targets, values={"param_groups": groups, "step": step, "states": states})
         return replace(catalog, objects={}), deepspeed, request
+
+    def _note_not_universal(self, lost: set[str], trained: set[str]) -> None:
+        """Names what a universal checkpoint cannot hold: tensors but those of the optimizer."""
+        frozen = [fqn for fqn in self.parts.model if fqn not in trained]
+        for what, names in (
+            ("tensors without optimizer state", frozen),
+            ("values with tensors", sorted(lost)),
+        ):
+            if names:
+                more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+                self.parts.notes.append(
+                    f"left behind, since DeepSpeed's universal format has no place for them: {what}"
+                    f" ({printable(', '.join(names[:5]))}{more})"
+                )
 
     def _per_rank(self, dst: str) -> _Layout:
         """Plans one file per rank for the model, the numbered optimizer, and the scheduler."""

@@ -289,10 +289,11 @@ def _optimizer(
         by_name |= {str(number): options for number, options in numbered.items()}
         numbered = {}
     groups = [numbered[n] for n in sorted(numbered)] or _grouped(by_name, store)
-    if not all(_are_names(group.get("params")) for group in groups):
+    params = _params_of(groups)
+    if params is None or _has_parts(params, state):
         return None
     optimizer = OptimizerState(prefix, state, groups, has_order=bool(numbered))
-    if _has_names([p for group in groups for p in group["params"]], state):
+    if _has_names(params, state):
         return optimizer
     if not all(map(is_number, state)):
         return None
@@ -308,6 +309,18 @@ def _refuse_differing(entries: Mapping[str, Entry]) -> None:
             f" {printable(', '.join(differing[:_SHOWN]))}{more}",
             hint="--model-only leaves the optimizer out; ckpt reshard keeps the value of each rank",
         )
+
+
+def _has_parts(params: Sequence[str | int], state: Mapping[str, Any]) -> bool:
+    """Tells whether a state is below a key of a parameter: a list or a dict, such as LBFGS's."""
+    known = {str(p) for p in params}
+    return any(
+        name not in known and any(name[:end] in known for end in _dots(name)) for name in state
+    )
+
+
+def _dots(name: str) -> list[int]:
+    return [position for position, char in enumerate(name) if char == "."]
 
 
 def _has_names(params: Sequence[str | int], state: Mapping[str, Any]) -> bool:
@@ -349,8 +362,15 @@ def _with_names(
     )
 
 
-def _are_names(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and all(type(item) in (str, int) for item in value)
+def _params_of(groups: Sequence[Mapping[str, Any]]) -> list[str | int] | None:
+    """Returns the parameters of all groups; None if a group does not list names or numbers."""
+    lists = [group.get("params") for group in groups]
+    if not all(
+        isinstance(found, (list, tuple)) and all(type(item) in (str, int) for item in found)
+        for found in lists
+    ):
+        return None
+    return [item for found in lists for item in found or ()]
 
 
 def _grouped(by_name: Mapping[str, Mapping[str, Any]], store: Store) -> list[dict[str, Any]]:
@@ -581,6 +601,8 @@ def _named(optimizer: OptimizerState, form: str) -> Iterable[tuple[Path, Any]]:
     numbers: Mapping[Any, Any] = {
         name: name if optimizer.is_unnamed else i for i, name in enumerate(names)
     }
+    if form == "ids" and not optimizer.state:  # `load_state_dict` needs it
+        yield (*root, "state"), {}
     for fqn, state in optimizer.state.items():
         for key, value in state.items():
             if form == "flat":
