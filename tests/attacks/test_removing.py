@@ -399,8 +399,8 @@ def test_a_rollback_after_thinning_reaches_the_mirror(server: Server, tmp_path: 
 
 
 def test_a_step_of_this_run_is_replaced_in_the_mirror(server: Server, tmp_path: Path) -> None:
-    server.bucket("replaced")
-    url, options = "s3://replaced/run", server.options
+    server.bucket("replaced-own")
+    url, options = "s3://replaced-own/run", server.options
     saved(tmp_path / "run", 1, 2, 3, mirror=url, storage_options=options)
     with CheckpointManager(
         tmp_path / "run", keep_last=None, mirror=url, storage_options=options
