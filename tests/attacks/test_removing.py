@@ -250,8 +250,8 @@ def test_a_run_does_not_use_the_mirror_of_a_newer_one(server: Server, tmp_path: 
 def test_a_copy_that_another_job_removed_is_missed_at_the_end(
     server: Server, tmp_path: Path
 ) -> None:
-    server.bucket("removed")
-    url, options = "s3://removed/run", server.options
+    server.bucket("removed-copy")
+    url, options = "s3://removed-copy/run", server.options
     job = CheckpointManager(tmp_path / "run", mirror=url, storage_options=options)
     job.save(10, state(10), asynchronous=False)
     job._mirror.wait()  # type: ignore[union-attr]
