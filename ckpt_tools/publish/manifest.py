@@ -230,6 +230,7 @@ _DAMAGED_INDEX = (
     " seal. Else a bit has flipped: try again, take another copy, or save the rest: ckpt salvage"
 )
 _READ_BYTES, _JSON_BYTES = 16 << 20, 1 << 20
+_MAX_PICKLE_BYTES = 512 << 20  # a reader refuses longer pickles
 _MAX_BYTES = 128 << 20  # JSON takes up to twenty times its length in memory
 
 
@@ -581,7 +582,8 @@ def _sealed_range(found: Sequence[Any], file_nbytes: int) -> SealedRange:
 
 def _pickle(entry: Mapping[str, Any]) -> SealedPickle:
     start, nbytes = entry["start"], entry["nbytes"]
-    if type(start) is not int or type(nbytes) is not int or min(start, nbytes) < 0:
+    is_range = type(start) is int and type(nbytes) is int and start >= 0
+    if not is_range or not 0 <= nbytes <= _MAX_PICKLE_BYTES:
         raise ValueError(f"a pickle is at {start!r}, {nbytes!r} bytes")
     return SealedPickle(start, nbytes, _hex(entry["crc64nvme"]))
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointError, FormatError, IntegrityError
-from tests.attacks.hostile import limited
+from ckpt_tools.publish.manifest import SealedPickle, read_manifest
+from ckpt_tools.storage import LocalStore
+from tests.attacks.hostile import Run, limited
 
 
 @pytest.fixture
@@ -295,3 +298,14 @@ def test_what_a_universal_checkpoint_cannot_hold_is_named(tmp_path: Path) -> Non
     result = ckpt_tools.convert(tmp_path / "s", tmp_path / "u", to="deepspeed-universal")
     said = " ".join(result.notes)
     assert "1.running_mean" in said and "array.data" in said
+
+
+def test_a_manifest_with_a_huge_pickle_is_malformed(tmp_path: Path, ckpt: Run) -> None:
+    torch.save(job(), tmp_path / "q.pt")
+    ckpt_tools.seal(tmp_path / "q.pt")
+    (path,) = tmp_path.glob("q.pt.ckpt.manifest.*")
+    manifest = read_manifest(LocalStore(tmp_path), path.name)
+    huge = {"q.pt": SealedPickle(0, 1 << 46, "0" * 16)}
+    path.write_bytes(replace(manifest, pickles=huge).render())
+    done = ckpt("convert", tmp_path / "q.pt", tmp_path / "o", "--to", "dcp")
+    assert done.returncode == 11 and "Traceback" not in done.stderr, done.stderr
