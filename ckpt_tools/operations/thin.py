@@ -301,7 +301,7 @@ def _check_unchanged(step: Step, options: Reading) -> None:
     """Makes sure that a step is still the one that was read: a job may have saved its number anew.
 
     Raises:
-        StorageError: it is another one.
+        StorageError: another save has taken its place.
     """
     manifest = _sealed_now(step, options)
     if manifest is None or manifest.attempt != step.attempt:

@@ -2,8 +2,8 @@
 
 A name proves nothing: a person may call a directory `.tmp.notes.deadbeef`, and whoever may write
 to a shared folder can give somebody's private directory such a name. So an attempt puts a file with
-its id into its staging directory, and removes it once the directory is published. A result that is
-to be replaced gets the mark of the attempt, too, before the two change places.
+its id into its staging directory, and removes it once the directory is published. With `overwrite`,
+it marks the old result, too, before the two change places.
 """
 
 from __future__ import annotations

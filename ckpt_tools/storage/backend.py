@@ -47,7 +47,7 @@ class Backend(Protocol):
         """Returns the objects and folders directly below a prefix."""
         ...
 
-    def pages(self, url: str, path: str) -> Iterator[list[Entry]]:
+    def pages(self, url: str, path: str) -> Iterator[Sequence[Entry]]:
         """Yields all objects below a prefix."""
         ...
 
@@ -150,7 +150,7 @@ class FsspecBackend:
         )
         return found
 
-    def pages(self, url: str, path: str) -> Iterator[list[Entry]]:
+    def pages(self, url: str, path: str) -> Iterator[Sequence[Entry]]:
         found = self._call("list", url, lambda: self._fs.find(path, detail=True), missing={})
         yield list(found.values())
 

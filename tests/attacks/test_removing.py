@@ -218,7 +218,7 @@ def test_a_directory_with_the_name_of_the_next_attempt_is_not_emptied(
 
 
 def staged_names(source: Path) -> list[str]:
-    """Returns the name of the staging directory of a copy, which a full disk leaves behind."""
+    """Returns the name of the staging directory that a copy leaves if it ends before its commit."""
     work = source.parent / "guess"
     work.mkdir()
     code = (

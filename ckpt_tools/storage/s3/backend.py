@@ -44,9 +44,8 @@ class S3Backend:
         # if there is no such folder, s3fs also lists the folder above
         return chain.from_iterable(self._s3.pages(url, path, delimiter="/"))
 
-    def pages(self, url: str, path: str) -> Iterator[list[Entry]]:
-        for page in self._s3.pages(url, path):
-            yield list(page)
+    def pages(self, url: str, path: str) -> Iterator[Sequence[Entry]]:
+        return self._s3.pages(url, path)
 
     def start_read(self, path: str, start: int, nbytes: int, etag: str | None) -> Future[Data]:
         if self._s3.reads_fast(nbytes):
