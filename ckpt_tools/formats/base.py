@@ -19,7 +19,7 @@ from ckpt_tools.core.catalog import BytesEntry, Catalog, Chunk, ChunkTable, Exte
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.plan import Target
 from ckpt_tools.errors import PlanError
-from ckpt_tools.storage import Overlay, Store
+from ckpt_tools.storage import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +171,6 @@ def attempt_of(file: str) -> str:
     """Returns the id of the attempt in a data file's name; "" for none."""
     match = _ATTEMPT.fullmatch(file)
     return match[1] if match else ""
-
-
-def given_file(store: Store) -> str:
-    """Returns the name of the file that the user gave by its own path; "" for a directory."""
-    inner = store.inner if isinstance(store, Overlay) else store
-    return str(getattr(inner, "name", ""))
 
 
 SHAPES = "shapes.json"  # For files that lack the shapes of parameters, or their order.

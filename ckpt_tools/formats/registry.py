@@ -39,6 +39,7 @@ from ckpt_tools.formats.deepspeed import zero as deepspeed
 from ckpt_tools.formats.external import external_formats, recognised
 from ckpt_tools.formats.per_rank import files as per_rank
 from ckpt_tools.storage import LocalStore, Overlay, Store, is_url, local_path
+from ckpt_tools.storage.one_file import OneFile, folder_of, overlaid
 from ckpt_tools.storage.retries import read_again_if_wrong
 
 __all__ = [
@@ -50,7 +51,6 @@ __all__ = [
     "TargetTensor",
     "detect",
     "detect_in",
-    "folder_of",
     "is_ours",
     "open_source",
     "suffix_of",
@@ -111,8 +111,7 @@ class Source:
 
     def with_made(self, files: Mapping[str, bytes]) -> Source:
         """Returns the source with other files in memory over its own."""
-        inner = self.store.inner if isinstance(self.store, Overlay) else self.store
-        return replace(self, store=Overlay(inner, files) if files else inner)
+        return replace(self, store=overlaid(self.store, files))
 
     def assume(self, tensors: Iterable[TensorEntry]) -> dict[Extent, Extent]:
         """Returns the usual positions of packed payloads; unusual ones are located.
@@ -139,57 +138,6 @@ class Source:
         return compare_positions(assumed, self.format.locate(self.store, tensors))
 
 
-class _OneFile:
-    """A store that shows one file of a directory, for a source given as a file.
-
-    The file's name is without the query of a signed URL.
-    """
-
-    def __init__(self, inner: Store, name: str, url: str) -> None:
-        self.inner, self.url, self._real = inner, url, name
-        self.name = name.partition("?")[0] if is_url(url) else name
-        self.capabilities, self.traffic = inner.capabilities, inner.traffic
-        self.folders, self.enter, self.create, self.close = (
-            inner.folders,
-            inner.enter,
-            inner.create,
-            inner.close,
-        )
-        self.strays, self.blob_name = inner.strays, inner.blob_name
-        self.stored_crcs = inner.stored_crcs
-
-    def list_files(self, below: bool = False) -> Mapping[str, int]:
-        del below
-        return {self.name: self.inner.size(self._real)}
-
-    def _of(self, path: str) -> str:
-        return self._real if path == self.name else path
-
-    def size(self, path: str) -> int:
-        return self.inner.size(self._of(path))
-
-    def version(self, path: str) -> str:
-        return self.inner.version(self._of(path))
-
-    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        self.inner.read_into(self._of(path), start, buffer)
-
-    def view(self, path: str, start: int, nbytes: int) -> memoryview | None:
-        return self.inner.view(self._of(path), start, nbytes)
-
-    def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
-        self.inner.will_read(
-            [(self._of(path), start, nbytes) for path, start, nbytes in ranges], is_all
-        )
-
-
-def folder_of(store: Store) -> tuple[Store, str]:
-    """Returns the store of a checkpoint's directory, and the name of its only file or ""."""
-    if isinstance(store, Overlay):
-        return folder_of(store.inner)
-    return (store.inner, store.name) if isinstance(store, _OneFile) else (store, "")
-
-
 def detect(
     path: str | os.PathLike[str],
     options: Mapping[str, Any] | None = None,
@@ -212,7 +160,7 @@ def detect(
     where = local_path(path)
     root, file = _open_remote(where, options) if is_url(where) else _open_local(where)
     store, form = (
-        (_OneFile(root, file, where), _file_format(where, file)) if file else detect_in(root)
+        (OneFile(root, file, where), _file_format(where, file)) if file else detect_in(root)
     )
     return (Overlay(store, beside, is_listed=True) if beside else store), form
 
@@ -456,7 +404,7 @@ def is_checkpoint_file(folder: Store, name: str) -> bool:
     """Tells by name and contents whether a file may be part of a checkpoint of this tool."""
     if not is_ours(name):
         return False
-    store = _OneFile(folder, name, f"{folder.url}/{name}")
+    store = OneFile(folder, name, f"{folder.url}/{name}")
     try:
         check_names(_file_format(store.url, name).read_catalog(store))
     except CheckpointError:

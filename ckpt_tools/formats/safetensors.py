@@ -29,8 +29,9 @@ from ckpt_tools.errors import (
     StorageError,
     printable,
 )
-from ckpt_tools.formats.base import Request, attempt_of, given_file, guess_bare, locate_bare
+from ckpt_tools.formats.base import Request, attempt_of, guess_bare, locate_bare
 from ckpt_tools.storage import Store, check_path, read
+from ckpt_tools.storage.one_file import folder_of
 from ckpt_tools.storage.small_files import parse_json
 
 NAME = "safetensors"
@@ -108,7 +109,7 @@ def read_readable(store: Store) -> tuple[Catalog, dict[str, CheckpointError], di
 def _shards_of(store: Store) -> tuple[list[str], dict[str, str]]:
     """Returns the data files, and the file of each tensor if there is an index."""
     files = store.list_files()
-    if name := given_file(store):
+    if name := folder_of(store)[1]:
         return [name], {}
     if INDEX not in files:
         return complete_set(data_files(files), store.url), {}

@@ -70,7 +70,8 @@ from ckpt_tools.loop.state.staging import Stager
 from ckpt_tools.publish.base import Attempt as Staged
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.destinations import open_destination
-from ckpt_tools.publish.manifest import SealedTensor, open_sealed, read_object
+from ckpt_tools.publish.manifest import SealedTensor
+from ckpt_tools.publish.sealed_source import open_sealed, read_object
 
 _VERSION = "1.0.0"
 _TRUST = "save plain values and tensors, or pass trust_pickle=True to the writer and to the reader"

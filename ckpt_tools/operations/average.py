@@ -41,7 +41,8 @@ from ckpt_tools.operations.convert.options import Conversion, check_request
 from ckpt_tools.operations.convert.targets import TARGETS
 from ckpt_tools.operations.merge_reshard import check_kept, left_out, model_view, target_dtype
 from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.manifest import Manifest, open_sealed
+from ckpt_tools.publish.manifest import Manifest
+from ckpt_tools.publish.sealed_source import open_sealed
 from ckpt_tools.publish.steps import list_steps
 from ckpt_tools.ranks.base import ALONE, Group
 from ckpt_tools.transfer.options import Path_

@@ -31,16 +31,11 @@ from ckpt_tools.operations.verification import Verification
 from ckpt_tools.publish.base import Attempt, CopyTarget, Destination
 from ckpt_tools.publish.check_manifest import hash_files
 from ckpt_tools.publish.destinations import open_destination
+from ckpt_tools.publish.find_manifest import manifest_of
 from ckpt_tools.publish.leftovers import has_index
 from ckpt_tools.publish.lock import RootLock
-from ckpt_tools.publish.manifest import (
-    Manifest,
-    SealedFile,
-    SealedPickle,
-    file_name,
-    of_source,
-    of_store,
-)
+from ckpt_tools.publish.manifest import Manifest, SealedFile, SealedPickle, file_name
+from ckpt_tools.publish.sealed_source import checked_manifest
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
 from ckpt_tools.storage import is_url, read
 from ckpt_tools.storage.retries import appeared, read_again_if_wrong
@@ -219,7 +214,7 @@ class _Work:
             options,
             group,
         )
-        self.manifest = of_source(source)
+        self.manifest = checked_manifest(source)
         files = {
             name: nbytes
             for name, nbytes in source.store.list_files(below=True).items()
@@ -361,8 +356,8 @@ class _Work:
             return There.ANOTHER if is_foreign else There.UNFINISHED
         is_same = all(files.get(name) == nbytes for name, nbytes in self.files.items())
         if self.manifest is None:
-            return There.ALIKE if is_same and of_store(store) is None else There.ANOTHER
-        return There.SAME if is_same and of_store(store) == self.manifest else There.ANOTHER
+            return There.ALIKE if is_same and manifest_of(store) is None else There.ANOTHER
+        return There.SAME if is_same and manifest_of(store) == self.manifest else There.ANOTHER
 
     def _check_own(self, names: Sequence[str]) -> None:
         """Refuses to overwrite objects of other tools that differ from the source.

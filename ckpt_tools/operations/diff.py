@@ -31,9 +31,9 @@ from ckpt_tools.errors import FormatError, PlanError, printable, redacted
 from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
-from ckpt_tools.operations.convert.training_state import ObjectReader
+from ckpt_tools.operations.convert.object_reader import ObjectReader
 from ckpt_tools.operations.merge_reshard import model_view
-from ckpt_tools.publish.manifest import of_source
+from ckpt_tools.publish.sealed_source import checked_manifest
 from ckpt_tools.ranks.base import ALONE, check_agreement
 from ckpt_tools.transfer.options import Path_, Reading, no_bar
 from ckpt_tools.transfer.prove import sealed_prints
@@ -268,8 +268,8 @@ def _known_equal(
 ) -> set[str]:
     """Returns the tensors with the same fingerprint and type in both manifests."""
     alike = [(x, y) for x, y in pairs if x.dtype is y.dtype]
-    mine = sealed_prints(of_source(a), a, left, plan_values(x for x, _ in alike))
-    theirs = sealed_prints(of_source(b), b, right, plan_values(y for _, y in alike))
+    mine = sealed_prints(checked_manifest(a), a, left, plan_values(x for x, _ in alike))
+    theirs = sealed_prints(checked_manifest(b), b, right, plan_values(y for _, y in alike))
     return {
         x.fqn
         for x, _ in alike

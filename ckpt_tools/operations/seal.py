@@ -16,7 +16,7 @@ from ckpt_tools.core.plan import num_cells, plan_values
 from ckpt_tools.engine.fingerprints import Fingerprints, HashedRange, HashedRanges
 from ckpt_tools.errors import IntegrityError, PlanError, printable, redacted
 from ckpt_tools.formats.base import attempt_for, note_of
-from ckpt_tools.formats.registry import INDEXES, folder_of, is_ours
+from ckpt_tools.formats.registry import INDEXES, is_ours
 from ckpt_tools.formats.torch_save import pickle_range
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.batches import ReadBatch
@@ -30,9 +30,10 @@ from ckpt_tools.publish.manifest import (
     file_name,
     seal_file,
     seal_tensors,
-    whole_archives,
 )
+from ckpt_tools.publish.sealed_source import whole_archives
 from ckpt_tools.storage import read
+from ckpt_tools.storage.one_file import folder_of
 from ckpt_tools.transfer.options import Path_, Reading
 
 # shorter payloads are read a second time, because every part costs memory

@@ -19,7 +19,8 @@ from ckpt_tools.errors import PlanError, redacted
 from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
-from ckpt_tools.publish.manifest import of_source, of_store
+from ckpt_tools.publish.find_manifest import manifest_of
+from ckpt_tools.publish.sealed_source import checked_manifest
 from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage.retries import read_again_if_wrong
 from ckpt_tools.transfer.options import Path_, Reading, no_bar
@@ -118,7 +119,7 @@ def stats(
 
 def sealed_statistics(source: Source) -> dict[str, TensorStatistics]:
     """Returns the statistics that a checkpoint's manifest has."""
-    manifest = of_store(source.store)
+    manifest = manifest_of(source.store)
     tensors = manifest.tensors if manifest is not None else {}
     return {fqn: t.statistics for fqn, t in tensors.items() if t.statistics is not None}
 
@@ -155,7 +156,7 @@ def _measure(
     mine = [t for t in tensors if t.fqn in taken]
     bar, total = options.get("progress") or no_bar, sum(t.nbytes for t in tensors)
     with bar("stats", total) as advance, group.phase("measure"):
-        prints = sealed_prints(of_source(source), source, source.catalog, plan)
+        prints = sealed_prints(checked_manifest(source), source, source.catalog, plan)
         located = source.format.locate(source.store, mine)
         watched = read_whole(plan_values(t for t in mine if t.fqn not in prints), located)
         watch = CrcWatch(watched)

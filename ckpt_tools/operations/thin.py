@@ -34,7 +34,8 @@ from ckpt_tools.formats.registry import Request, Source, TargetTensor, open_sour
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.merge_reshard import dtype_by_name, saved_boxes, target_dtype
 from ckpt_tools.publish.destinations import open_destination, open_root
-from ckpt_tools.publish.manifest import Manifest, find_manifest
+from ckpt_tools.publish.find_manifest import find_manifest
+from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.staying import reason_to_stay
 from ckpt_tools.publish.steps import Step, damage, list_steps

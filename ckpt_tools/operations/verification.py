@@ -22,7 +22,7 @@ from ckpt_tools.engine.sinks import Checksum, HashSink
 from ckpt_tools.errors import CatalogError, FormatError, IntegrityError, printable
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import MANIFEST, PIN, note_of
-from ckpt_tools.formats.registry import Format, detect, folder_of, is_ours
+from ckpt_tools.formats.registry import Format, detect, is_ours
 from ckpt_tools.formats.zip.verify import examine
 from ckpt_tools.operations.batches import ReadBatch, cut_batches, one_batch
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
@@ -35,16 +35,12 @@ from ckpt_tools.publish.check_manifest import (
     list_sealed,
     run_shared,
 )
-from ckpt_tools.publish.manifest import (
-    Manifest,
-    check_pickles,
-    names_in,
-    of_store,
-    parse_manifest,
-    strays_of,
-)
+from ckpt_tools.publish.find_manifest import manifest_of, names_in
+from ckpt_tools.publish.manifest import Manifest, parse_manifest
+from ckpt_tools.publish.sealed_source import check_pickles, strays_of
 from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage import Overlay, Store, read
+from ckpt_tools.storage.one_file import folder_of
 from ckpt_tools.storage.retries import read_again_if_wrong
 from ckpt_tools.transfer.options import Path_, Reading, no_bar
 
@@ -79,7 +75,7 @@ class Verification:
         self.manifest: Manifest | None = None
         self.catalog: Catalog | None = None
         try:
-            self.manifest = of_store(self.store)
+            self.manifest = manifest_of(self.store)
         except FormatError as error:
             self._unreadable += [
                 Problem(name, f"cannot be read: {error}") for name in names_in(folder, name)

@@ -19,7 +19,8 @@ from typing import Any
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.base import MANIFEST, PIN, note_name, note_of
 from ckpt_tools.formats.registry import is_ours
-from ckpt_tools.publish.manifest import Manifest, read_manifest
+from ckpt_tools.publish.find_manifest import read_manifest
+from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.storage import LocalStore
 
 MARK = "ckpt.attempt."  # a note, so readers ignore one that a power cut leaves in a result

@@ -33,6 +33,7 @@ from ckpt_tools.formats.base import (
 )
 from ckpt_tools.formats.registry import INDEXES
 from ckpt_tools.publish.base import CopiedRange, CopyTarget, UploadNotes
+from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.leftovers import (
     files_of_attempts,
     files_of_copies,
@@ -40,7 +41,6 @@ from ckpt_tools.publish.leftovers import (
     has_index,
 )
 from ckpt_tools.publish.lock import Lease
-from ckpt_tools.publish.manifest import find_manifest
 from ckpt_tools.publish.own_files import foreign_in, is_result
 from ckpt_tools.publish.refusals import refuse_existing, refuse_foreign
 from ckpt_tools.storage import RemoteStore, Store, WritableStore, Writer, read

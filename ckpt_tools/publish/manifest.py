@@ -7,24 +7,18 @@ from __future__ import annotations
 import datetime as dt
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import TORCH_ZIP, BytesEntry, Catalog
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Literal, Plan
 from ckpt_tools.core.statistics import TensorStatistics, unpack_statistics
-from ckpt_tools.errors import FormatError, IntegrityError, StorageError, printable
-from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.base import MANIFEST, note_name, note_of, short_name
+from ckpt_tools.errors import FormatError, printable
+from ckpt_tools.formats.base import MANIFEST, note_name
 from ckpt_tools.formats.dcp.format import is_data_file
-from ckpt_tools.formats.registry import INDEXES, Source, folder_of, open_source
-from ckpt_tools.storage import Store, read
-from ckpt_tools.storage.retries import read_again_if_wrong
 from ckpt_tools.version import __version__
 
 VERSION = 2  # version 1 has no checksum of its own and is not read
@@ -225,147 +219,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         ) from error
 
 
-_DAMAGED_INDEX = (
-    "if another tool has written here since the seal, remove ckpt.manifest.*.json and run ckpt"
-    " seal. Else a bit has flipped: try again, take another copy, or save the rest: ckpt salvage"
-)
-_READ_BYTES, _JSON_BYTES = 16 << 20, 1 << 20
 _MAX_PICKLE_BYTES = 512 << 20  # a reader refuses longer pickles
-_MAX_BYTES = 128 << 20  # JSON takes up to twenty times its length in memory
-
-
-def names_in(store: Store, beside: str = "") -> list[str]:
-    """Returns the names of the manifests in a directory, or of those of one file in it."""
-    return [name for name in store.list_files() if note_of(name) == (MANIFEST, short_name(beside))]
-
-
-def find_manifest(store: Store, beside: str = "") -> Manifest | None:
-    """Returns the manifest in a directory, or that of one file in it; None if there is none.
-
-    A crash may leave several, and so may an object store in which one attempt has just taken the
-    place of another. Then it is the one that knows the index, or whose checksum fits the file.
-
-    Args:
-        store: the directory.
-        beside: the file.
-
-    Raises:
-        FormatError: it is malformed, or of several none fits or more than one.
-    """
-    files, names = store.list_files(), names_in(store, beside)
-    found = [read_manifest(store, name) for name in names]
-    if len(found) > 1:
-        if beside:
-            crc = _crc_of(store, beside)
-            found = [m for m in found if beside in m.files and m.files[beside].crc64nvme == crc][:1]
-        else:
-            found = [
-                m
-                for m in found
-                if m.index
-                and m.index[0] in files
-                and hex64(crc64nvme(read(store, m.index[0]))) == m.index[1].crc64nvme
-            ]
-        if len(found) != 1:
-            raise FormatError(
-                f"{len(names)} manifests, of which {len(found)} fit: {printable(', '.join(names))}"
-                f" ({printable(store.url)})",
-                hint="remove all but one that fits; or all of them, and then ckpt seal",
-            )
-    return found[0] if found else None
-
-
-def _crc_of(store: Store, name: str) -> str:
-    """Reads a whole file, and returns its CRC-64 as 16 hex digits."""
-    crc, nbytes = 0, store.size(name)
-    for start in range(0, nbytes, _READ_BYTES):
-        piece = read(store, name, start, min(_READ_BYTES, nbytes - start))
-        crc = crc64nvme(piece, crc)
-    return hex64(crc)
-
-
-def read_manifest(store: Store, name: str) -> Manifest:
-    """Reads one manifest of a directory.
-
-    Raises:
-        FormatError: it is malformed, or too long to be a manifest.
-    """
-    if (nbytes := store.size(name)) > _MAX_BYTES:
-        raise FormatError(
-            f"a manifest is too long: expected at most {_MAX_BYTES} bytes, got {nbytes}"
-            f" ({printable(name)})"
-        )
-    return parse_manifest(read(store, name), name)
-
-
-def of_source(source: Source) -> Manifest | None:
-    """Returns the manifest of an opened checkpoint; None if there is none.
-
-    Raises:
-        IntegrityError: the checkpoint's names are not those that were sealed. No other checksum
-            finds a flipped bit in a name.
-    """
-    manifest = of_store(source.store)
-    if manifest is not None:
-        check_files(manifest, source)
-        _check_indexes(manifest, source.catalog)
-        check_pickles(manifest, source.store, source.catalog)
-        _check_headers(manifest, source.catalog)
-        _check_names(manifest, source.catalog)
-    return manifest
-
-
-def open_sealed(
-    path: str | os.PathLike[str],
-    options: Mapping[str, Any] | None = None,
-    beside: Mapping[str, bytes] | None = None,
-) -> tuple[Source, Manifest | None]:
-    """Opens a checkpoint whose names are the sealed ones; returns its manifest, too.
-
-    If names from a remote store differ from the sealed ones, they are read once more. The arguments
-    and errors are those of `open_source` and `of_source`.
-    """
-    opened = [open_source(path, options, beside)]
-
-    def checked() -> tuple[Source, Manifest | None]:
-        source = opened.pop() if opened else open_source(path, options, beside)
-        try:
-            manifest = of_source(source)
-            return replace(source, catalog=with_sealed_objects(source.catalog, manifest)), manifest
-        except BaseException:
-            source.store.close()
-            raise
-
-    return read_again_if_wrong(opened[0].store, checked)
-
-
-def with_sealed_objects(catalog: Catalog, manifest: Manifest | None) -> Catalog:
-    """Returns the catalog, with the sealed checksums of its objects."""
-    sealed = manifest.objects if manifest is not None else {}
-    if not sealed:
-        return catalog
-    objects = {
-        fqn: replace(item, crc64=int(sealed[fqn].crc64nvme, 16)) if fqn in sealed else item
-        for fqn, item in catalog.objects.items()
-    }
-    return replace(catalog, objects=objects)
-
-
-def read_object(store: Store, item: BytesEntry) -> bytes:
-    """Reads an object, and compares it with its sealed checksum.
-
-    Raises:
-        IntegrityError: it is not what was sealed.
-    """
-    extent = item.extent
-    data = read(store, extent.file, extent.start, extent.nbytes)
-    if item.crc64 is not None and crc64nvme(data) != item.crc64:
-        raise IntegrityError(
-            f"an object is not what was sealed: expected CRC-64 {hex64(item.crc64)}, got"
-            f" {hex64(crc64nvme(data))} ({printable(item.fqn)!r} in {printable(extent.file)})",
-            hint="ckpt verify names what is damaged; restore the file, or take another step",
-        )
-    return data
 
 
 def seal_objects(plan: Plan, fingerprints: Mapping[str, int]) -> dict[str, SealedFile]:
@@ -377,107 +231,6 @@ def seal_objects(plan: Plan, fingerprints: Mapping[str, int]) -> dict[str, Seale
     }
 
 
-def strays_of(manifest: Manifest, catalog: Catalog) -> list[str]:
-    """Returns the files that a catalog takes values from and that were not sealed."""
-    sealed = {*manifest.files, *(manifest.index or ())[:1]}
-    used = set(catalog.file_sizes)
-    # a sealed model may be a part of a larger checkpoint, but no other model may take its place
-    data = {name for name in manifest.files if name.endswith(safetensors.SUFFIX)}
-    is_part = catalog.format != manifest.format and bool(data) and data <= used
-    return [] if is_part else sorted(used - sealed - catalog.made.keys())
-
-
-def check_files(manifest: Manifest, source: Source) -> None:
-    """Refuses a sealed checkpoint that takes values from other files.
-
-    Raises:
-        IntegrityError: somebody has put such a file there.
-    """
-    if strays := strays_of(manifest, source.catalog):
-        raise IntegrityError(
-            f"a file that was not sealed would give values: {printable(', '.join(strays[:3]))}"
-            f" ({printable(source.path)})",
-            hint="move it away; or remove the manifest, to read everything without a seal",
-        )
-
-
-def _check_indexes(manifest: Manifest, catalog: Catalog) -> None:
-    """Compares the index files, as they were read, with their checksums in the manifest."""
-    sealed = {**manifest.files, **dict([manifest.index] if manifest.index else ())}
-    for name, crc in catalog.index_crcs.items():
-        if name in sealed and hex64(crc) != sealed[name].crc64nvme:
-            raise IntegrityError(
-                f"an index is not the sealed one: expected CRC-64 {sealed[name].crc64nvme}, got"
-                f" {hex64(crc)} ({printable(name)})",
-                hint=_DAMAGED_INDEX,
-            )
-
-
-def check_pickles(manifest: Manifest, store: Store, catalog: Catalog) -> None:
-    """Compares the pickles of `torch.save` files with their checksums in the manifest.
-
-    A pickle has every name and plain value. Short files that have them, too, are compared as a
-    whole: the index, the progress of transformers' Trainer, and `torch.save` files whose pickles
-    were not sealed.
-
-    Raises:
-        IntegrityError: one is not what was sealed.
-    """
-    used, ranges = whole_archives(catalog), dict(manifest.pickles)
-    for name, file in [*manifest.files.items(), *([manifest.index] if manifest.index else [])]:
-        is_short = file.nbytes <= (_READ_BYTES if name in used else _JSON_BYTES)
-        is_index = manifest.index is not None and name == manifest.index[0]
-        is_read = name in used or is_index or name.endswith("trainer_state.json")
-        if is_read and is_short and name not in ranges and name not in catalog.index_crcs:
-            ranges[name] = SealedPickle(0, file.nbytes, file.crc64nvme)
-    folder = folder_of(store)[0]
-    folder.will_read((name, found.start, found.nbytes) for name, found in ranges.items())
-    for name, (start, nbytes, expected) in ranges.items():
-        try:
-            is_short = folder.size(name) < start + nbytes
-            data = b"" if is_short else read(folder, name, start, nbytes)
-            got = "a shorter file" if is_short else hex64(crc64nvme(data))
-        except StorageError as error:
-            if not error.is_missing:
-                raise
-            raise IntegrityError(
-                f"a sealed file is missing: {printable(name)} ({printable(folder.url)})",
-                hint="restore it; ckpt salvage writes what is there",
-            ) from error
-        if got != expected:
-            raise IntegrityError(
-                f"the pickle of a file is not the sealed one: expected CRC-64 {expected}, got {got}"
-                f" ({printable(name)})",
-                hint=_DAMAGED_INDEX,
-            )
-
-
-def whole_archives(catalog: Catalog) -> set[str]:
-    """Returns the files that are one archive of `torch.save` each."""
-    return {
-        file
-        for file, start, nbytes, packing, *_ in catalog.archives
-        if start == 0 and packing == TORCH_ZIP and nbytes == catalog.file_sizes.get(file)
-    }
-
-
-def check_file(manifest: Manifest | None, name: str, data: bytes) -> None:
-    """Compares a small file that was read with its checksum in the manifest, if it has one.
-
-    Raises:
-        IntegrityError: it is not what was sealed.
-    """
-    if manifest is None:
-        return
-    sealed = {**manifest.files, **dict([manifest.index] if manifest.index else ())}.get(name)
-    if sealed is not None and hex64(crc64nvme(data)) != sealed.crc64nvme:
-        raise IntegrityError(
-            f"a file is not the sealed one: expected CRC-64 {sealed.crc64nvme}, got"
-            f" {hex64(crc64nvme(data))} ({printable(name)})",
-            hint="restore it; or remove the manifest, if the file was changed on purpose",
-        )
-
-
 def seal_pickles(literals: Iterable[Literal]) -> dict[str, SealedPickle]:
     """Returns the checksums of the pickles at the beginning of files that are laid out."""
     return {
@@ -485,76 +238,6 @@ def seal_pickles(literals: Iterable[Literal]) -> dict[str, SealedPickle]:
         for file, start, data in literals
         if start == 0 and data.startswith(b"PK") and not is_data_file(file)
     }
-
-
-def _check_names(manifest: Manifest, catalog: Catalog) -> None:
-    """Refuses a checkpoint that lacks sealed tensors: names come from those of files, too.
-
-    It may have more tensors. Also, a sealed model may be a part of a larger checkpoint.
-    """
-    if catalog.lacks_shapes or catalog.format != manifest.format:
-        return
-    there = catalog.tensors.keys() | catalog.unread.keys()
-    if missing := [fqn for fqn in manifest.tensors if fqn not in there]:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        names = printable(", ".join(missing[:3]))
-        raise IntegrityError(
-            f"{len(missing)} sealed tensors are not there: {names}{more}",
-            hint=(
-                "a file is missing, has another name, or is damaged: ckpt verify names it. If"
-                " another tool has written here since the seal, remove the manifest"
-            ),
-        )
-
-
-def _check_headers(manifest: Manifest, catalog: Catalog) -> None:
-    """Compares names, types and shapes that come from headers, which have no checksum.
-
-    Indexes have one in the manifest, and torch's pickles have one in their zip.
-    """
-    if manifest.operation == "copy" and not manifest.tensors:
-        return  # a copy of a file without a manifest reads no header
-    has_pickle = any(archive.packing == TORCH_ZIP for archive in catalog.archives)
-    if catalog.index_crcs or has_pickle or catalog.lacks_shapes:
-        return
-    sealed = {fqn: (t.dtype, tuple(t.shape)) for fqn, t in manifest.tensors.items()}
-    found = {fqn: (t.dtype.name, tuple(t.shape)) for fqn, t in catalog.tensors.items()}
-    for fqn in {**found, **sealed} if found != sealed else ():
-        if found.get(fqn) != sealed.get(fqn):
-            raise IntegrityError(
-                f"a header is not the sealed one: expected {sealed.get(fqn, 'no such tensor')}, got"
-                f" {found.get(fqn, 'none')} ({printable(fqn)!r})",
-                hint=_DAMAGED_INDEX,
-            )
-
-
-def of_store(store: Store) -> Manifest | None:
-    """Returns the manifest of a detected checkpoint; None if there is none.
-
-    Raises:
-        IntegrityError: the manifest beside a file is of another file.
-    """
-    folder, given = folder_of(store)
-    name = given or only_file(folder)
-    manifest = find_manifest(folder, name)
-    if manifest is not None and name and name not in manifest.files:
-        raise IntegrityError(
-            f"the manifest beside a file is of another file: expected {printable(name)!r}, got"
-            f" {printable(', '.join(list(manifest.files)[:3]))!r} ({printable(folder.url)})",
-            hint="give the file its name back, or remove the manifest to read it without",
-        )
-    return manifest
-
-
-def only_file(folder: Store) -> str:
-    """Returns the name of a file that is the whole checkpoint of a directory and has a manifest.
-
-    Returns "" if there is none.
-    """
-    files = folder.list_files()
-    found = [name for name in files if name.endswith(safetensors.SUFFIX)]
-    is_single = len(found) == 1 and not any(name in INDEXES for name in files)
-    return found[0] if is_single and names_in(folder, found[0]) else ""
 
 
 def _sealed(entry: Mapping[str, Any]) -> SealedFile:

@@ -11,7 +11,7 @@ from ckpt_tools.formats.base import is_note
 from ckpt_tools.formats.dcp.format import is_data_file
 from ckpt_tools.formats.registry import INDEXES, detect_in, is_checkpoint_file
 from ckpt_tools.publish.check_manifest import hash_files
-from ckpt_tools.publish.manifest import names_in, read_manifest
+from ckpt_tools.publish.find_manifest import names_in, read_manifest
 from ckpt_tools.storage import Store, read
 
 

@@ -14,8 +14,9 @@ from ckpt_tools.core.plan import Plan
 from ckpt_tools.engine.run import BatchResult
 from ckpt_tools.engine.schedule import tile_bytes
 from ckpt_tools.errors import CheckpointError, IntegrityError, PlanError, StorageError
-from ckpt_tools.publish import journal, manifest
+from ckpt_tools.publish import journal
 from ckpt_tools.publish.base import Attempt, Destination, UploadNotes
+from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.lock import RootLock
 from ckpt_tools.ranks.base import Group
 from ckpt_tools.storage import Store
@@ -219,7 +220,7 @@ def _is_made_by(dst: Destination, work: str) -> bool:
     with suppress(CheckpointError):
         store, beside = dst.existing_result()
         try:
-            found = manifest.find_manifest(store, beside)
+            found = find_manifest(store, beside)
             parts = [*found.files.items(), *([found.index] if found.index else [])] if found else []
             return (
                 found is not None

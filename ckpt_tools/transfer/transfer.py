@@ -35,18 +35,18 @@ from ckpt_tools.errors import PlanError, StorageError, printable, redacted
 from ckpt_tools.formats.base import Format, new_attempt
 from ckpt_tools.formats.registry import Request, Source
 from ckpt_tools.publish.base import Attempt, Destination
+from ckpt_tools.publish.find_manifest import manifest_of
 from ckpt_tools.publish.manifest import (
     Manifest,
     SealedFile,
     SealedTensor,
     file_name,
-    of_source,
-    of_store,
     seal_file,
     seal_objects,
     seal_pickles,
     seal_tensors,
 )
+from ckpt_tools.publish.sealed_source import checked_manifest
 from ckpt_tools.publish.steps import number_in
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
 from ckpt_tools.storage import WritableStore, is_url, local_path
@@ -229,9 +229,9 @@ class Transfer:
                 else self.source.format.locate(self.source.store, self.tensors)
             )
             if self.request.is_damaged:
-                self.sealed = of_store(self.source.store)
+                self.sealed = manifest_of(self.source.store)
             else:
-                self.sealed = of_source(self.source)
+                self.sealed = checked_manifest(self.source)
             prove_copies(
                 self.source, self.request.catalog, self.part, self.located, self.jobs, self.tiles
             )

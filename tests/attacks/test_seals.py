@@ -20,7 +20,8 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointError, FormatError, IntegrityError
-from ckpt_tools.publish.manifest import SealedPickle, read_manifest
+from ckpt_tools.publish.find_manifest import read_manifest
+from ckpt_tools.publish.manifest import SealedPickle
 from ckpt_tools.storage import LocalStore
 from tests.attacks.hostile import Run, limited
 

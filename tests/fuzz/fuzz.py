@@ -53,12 +53,9 @@ from ckpt_tools.formats.pickle.write import integer
 from ckpt_tools.formats.pickle.write import opcodes as opcodes_of
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.formats.zip import verify as zip_check
-from ckpt_tools.operations.convert.training_state import (
-    FORMS,
-    put_together,
-    take_apart,
-    unpack_objects,
-)
+from ckpt_tools.operations.convert.object_reader import unpack_objects
+from ckpt_tools.operations.convert.take_apart import take_apart
+from ckpt_tools.operations.convert.training_state import FORMS, put_together
 from ckpt_tools.publish.journal import find_dead_attempt, prove_tiles, read_journals
 from ckpt_tools.publish.manifest import parse_manifest as parse_manifest
 from ckpt_tools.ranks.base import ALONE

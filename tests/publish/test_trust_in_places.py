@@ -21,7 +21,7 @@ import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError, StorageError
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.manifest import find_manifest
+from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.storage import LocalStore
 from tests.publish.test_bucket import names, save_locally, tensors
 from tests.servers.servers import Server

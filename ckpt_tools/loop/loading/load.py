@@ -59,7 +59,8 @@ from ckpt_tools.loop.state.state_dict import (
     name_of_rank,
 )
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.publish.manifest import Manifest, open_sealed, read_object
+from ckpt_tools.publish.manifest import Manifest
+from ckpt_tools.publish.sealed_source import open_sealed, read_object
 from ckpt_tools.ranks.gloo import GlooGroup
 from ckpt_tools.storage.prefetch import GAP_BYTES
 

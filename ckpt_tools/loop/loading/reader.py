@@ -25,7 +25,8 @@ from ckpt_tools.loop.loading.load_request import LoadReport
 from ckpt_tools.loop.loading.read_shards import fill
 from ckpt_tools.loop.state.shards import Shard, as_bytes
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.publish.manifest import Manifest, open_sealed
+from ckpt_tools.publish.manifest import Manifest
+from ckpt_tools.publish.sealed_source import open_sealed
 from ckpt_tools.storage import read
 
 Key = int | slice | EllipsisType

@@ -35,21 +35,16 @@ from ckpt_tools.operations.convert.key_map import apply_map, check_settings, rea
 from ckpt_tools.operations.convert.layouts import TargetLayout
 from ckpt_tools.operations.convert.options import Conversion, check_request, substitute
 from ckpt_tools.operations.convert.param_order import ModelOrder, read_order
+from ckpt_tools.operations.convert.take_apart import check_used, take_apart
 from ckpt_tools.operations.convert.targets import TARGETS
-from ckpt_tools.operations.convert.training_state import (
-    TrainingState,
-    check_used,
-    in_order,
-    refuse_unnamed,
-    take_apart,
-)
+from ckpt_tools.operations.convert.training_state import TrainingState, in_order, refuse_unnamed
 from ckpt_tools.operations.merge_reshard import (
     left_out,
     unknown_values,
 )
 from ckpt_tools.operations.side_files import left_beside
 from ckpt_tools.publish.destinations import open_destination
-from ckpt_tools.publish.manifest import open_sealed
+from ckpt_tools.publish.sealed_source import open_sealed
 from ckpt_tools.ranks.base import ALONE, Group
 from ckpt_tools.transfer.options import Options, Path_
 from ckpt_tools.transfer.result import TransferResult

@@ -22,7 +22,8 @@ from ckpt_tools.errors import FormatError, IntegrityError, PlanError, StorageErr
 from ckpt_tools.formats.base import note_of
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.operations.convert.child_process import last_line, run_python
-from ckpt_tools.publish.manifest import check_file, find_manifest
+from ckpt_tools.publish.find_manifest import find_manifest
+from ckpt_tools.publish.sealed_source import check_file
 from ckpt_tools.storage import LocalStore, is_url
 from ckpt_tools.storage.small_files import MAX_JSON_BYTES, parse_json, read_beside
 

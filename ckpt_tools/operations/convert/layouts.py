@@ -49,13 +49,9 @@ from ckpt_tools.operations.convert.huggingface import (
     untie,
 )
 from ckpt_tools.operations.convert.lora import adapter_of, refuse_adapters
+from ckpt_tools.operations.convert.object_reader import unpack_objects
 from ckpt_tools.operations.convert.options import Conversion
-from ckpt_tools.operations.convert.training_state import (
-    TrainingState,
-    put_together,
-    refuse_unnamed,
-    unpack_objects,
-)
+from ckpt_tools.operations.convert.training_state import TrainingState, put_together, refuse_unnamed
 from ckpt_tools.operations.merge_reshard import (
     check_kept,
     saved_boxes,

@@ -27,7 +27,8 @@ from ckpt_tools.engine.kernels import cast
 from ckpt_tools.engine.run import Alter
 from ckpt_tools.errors import FormatError, IntegrityError, PlanError, printable
 from ckpt_tools.formats.registry import Source, open_source
-from ckpt_tools.publish.manifest import Manifest, check_file, open_sealed
+from ckpt_tools.publish.manifest import Manifest
+from ckpt_tools.publish.sealed_source import check_file, open_sealed
 from ckpt_tools.storage import read
 from ckpt_tools.storage.small_files import MAX_JSON_BYTES, parse_json
 

@@ -17,7 +17,8 @@ from ckpt_tools.operations.run_bytes import WEIGHTS, du, nbytes_of, optimizers_i
 from ckpt_tools.operations.stats import sealed_statistics, stats
 from ckpt_tools.operations.verify import verify
 from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.manifest import Manifest, of_store
+from ckpt_tools.publish.find_manifest import manifest_of
+from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.steps import Step, list_steps
 from ckpt_tools.transfer.options import Path_, Reading
 from ckpt_tools.version import __version__
@@ -56,7 +57,7 @@ def of_checkpoint(src: Path_, reads: bool, **options: Unpack[Reading]) -> Values
         return _of_damaged(redacted(str(src)), problems)
     source = open_source(src, storage_options, lay_beside(shapes))
     try:
-        manifest, known = of_store(source.store), sealed_statistics(source)
+        manifest, known = manifest_of(source.store), sealed_statistics(source)
     finally:
         source.store.close()
     if not known and reads:

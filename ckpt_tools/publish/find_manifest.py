@@ -1,0 +1,110 @@
+"""Finds and reads the manifest of a directory, or that of one file in it."""
+
+from __future__ import annotations
+
+from ckpt_tools.core.checksum import crc64nvme, hex64
+from ckpt_tools.errors import FormatError, IntegrityError, printable
+from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.base import MANIFEST, note_of, short_name
+from ckpt_tools.formats.registry import INDEXES
+from ckpt_tools.publish.manifest import Manifest, parse_manifest
+from ckpt_tools.storage import Store, read
+from ckpt_tools.storage.one_file import folder_of
+
+_READ_BYTES = 16 << 20
+
+
+_MAX_BYTES = 128 << 20  # JSON takes up to twenty times its length in memory
+
+
+def names_in(store: Store, beside: str = "") -> list[str]:
+    """Returns the names of the manifests in a directory, or of those of one file in it."""
+    return [name for name in store.list_files() if note_of(name) == (MANIFEST, short_name(beside))]
+
+
+def find_manifest(store: Store, beside: str = "") -> Manifest | None:
+    """Returns the manifest in a directory, or that of one file in it; None if there is none.
+
+    A crash may leave several, and so may an object store in which one attempt has just taken the
+    place of another. Then it is the one that knows the index, or whose checksum fits the file.
+
+    Args:
+        store: the directory.
+        beside: the file.
+
+    Raises:
+        FormatError: it is malformed, or of several none fits or more than one.
+    """
+    files, names = store.list_files(), names_in(store, beside)
+    found = [read_manifest(store, name) for name in names]
+    if len(found) > 1:
+        if beside:
+            crc = _crc_of(store, beside)
+            found = [m for m in found if beside in m.files and m.files[beside].crc64nvme == crc][:1]
+        else:
+            found = [
+                m
+                for m in found
+                if m.index
+                and m.index[0] in files
+                and hex64(crc64nvme(read(store, m.index[0]))) == m.index[1].crc64nvme
+            ]
+        if len(found) != 1:
+            raise FormatError(
+                f"{len(names)} manifests, of which {len(found)} fit: {printable(', '.join(names))}"
+                f" ({printable(store.url)})",
+                hint="remove all but one that fits; or all of them, and then ckpt seal",
+            )
+    return found[0] if found else None
+
+
+def _crc_of(store: Store, name: str) -> str:
+    """Reads a whole file, and returns its CRC-64 as 16 hex digits."""
+    crc, nbytes = 0, store.size(name)
+    for start in range(0, nbytes, _READ_BYTES):
+        piece = read(store, name, start, min(_READ_BYTES, nbytes - start))
+        crc = crc64nvme(piece, crc)
+    return hex64(crc)
+
+
+def read_manifest(store: Store, name: str) -> Manifest:
+    """Reads one manifest of a directory.
+
+    Raises:
+        FormatError: it is malformed, or too long to be a manifest.
+    """
+    if (nbytes := store.size(name)) > _MAX_BYTES:
+        raise FormatError(
+            f"a manifest is too long: expected at most {_MAX_BYTES} bytes, got {nbytes}"
+            f" ({printable(name)})"
+        )
+    return parse_manifest(read(store, name), name)
+
+
+def manifest_of(store: Store) -> Manifest | None:
+    """Returns the manifest of a detected checkpoint; None if there is none.
+
+    Raises:
+        IntegrityError: the manifest beside a file is of another file.
+    """
+    folder, given = folder_of(store)
+    name = given or only_file(folder)
+    manifest = find_manifest(folder, name)
+    if manifest is not None and name and name not in manifest.files:
+        raise IntegrityError(
+            f"the manifest beside a file is of another file: expected {printable(name)!r}, got"
+            f" {printable(', '.join(list(manifest.files)[:3]))!r} ({printable(folder.url)})",
+            hint="give the file its name back, or remove the manifest to read it without",
+        )
+    return manifest
+
+
+def only_file(folder: Store) -> str:
+    """Returns the name of a file that is the whole checkpoint of a directory and has a manifest.
+
+    Returns "" if there is none.
+    """
+    files = folder.list_files()
+    found = [name for name in files if name.endswith(safetensors.SUFFIX)]
+    is_single = len(found) == 1 and not any(name in INDEXES for name in files)
+    return found[0] if is_single and names_in(folder, found[0]) else ""
