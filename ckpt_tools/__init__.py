@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from ckpt_tools.loop.saving.single_save import save
     from ckpt_tools.loop.state.ema import Ema
     from ckpt_tools.loop.state.state_dict import PerRank, RngState
-    from ckpt_tools.loop.steps.policy import Retention
     from ckpt_tools.loop.steps.retention import Pruned
     from ckpt_tools.loop.steps.runs import latest, prune, steps
     from ckpt_tools.operations.average import average
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.verify import VerifyResult, verify
     from ckpt_tools.publish.check_manifest import Problem
     from ckpt_tools.publish.manifest import Manifest
+    from ckpt_tools.publish.policy import Retention
     from ckpt_tools.publish.steps import Step
     from ckpt_tools.transfer.result import TransferResult
 
@@ -155,7 +155,7 @@ _LAZY = {
     "steps": "loop.steps.runs",
     "prune": "loop.steps.runs",
     "Pruned": "loop.steps.retention",
-    "Retention": "loop.steps.policy",
+    "Retention": "publish.policy",
     "Step": "publish.steps",
     "SaveReport": "loop.saving.save",
     "LoadReport": "loop.loading.load_request",

@@ -181,7 +181,15 @@ TELLS_URLS = (
     " operations/copy.py loop/arguments.py loop/saving/export.py loop/manager.py loop/steps/retention.py"
     " transfer/result.py transfer/transfer.py"
 ).split()
-STORES = ("LocalStore", "RemoteStore", "LocalRoot", "BucketRoot", "MemoryStore")
+STORES = (
+    "LocalStore",
+    "RemoteStore",
+    "LocalRoot",
+    "BucketRoot",
+    "MemoryStore",
+    "Overlay",
+    "OneFile",
+)
 
 
 def test_nobody_examines_stores_and_roots() -> None:

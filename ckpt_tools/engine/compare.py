@@ -18,8 +18,8 @@ from ckpt_tools.core.box import Box
 from ckpt_tools.core.catalog import Extent
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.plan import Plan, TensorPlan
+from ckpt_tools.engine.execute import Reader, check_filled, split_buffer
 from ckpt_tools.engine.kernels import Bytes, inner, to_float64
-from ckpt_tools.engine.run import Reader, check_filled, split_buffer
 from ckpt_tools.engine.schedule import Batch, Sources, Tile
 from ckpt_tools.storage import Store
 

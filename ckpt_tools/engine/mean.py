@@ -20,9 +20,9 @@ from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.plan import TensorPlan
 from ckpt_tools.engine.crc_watch import CrcWatch
+from ckpt_tools.engine.execute import Reader, check_filled
 from ckpt_tools.engine.fingerprints import Fingerprints
 from ckpt_tools.engine.kernels import Bytes, round_to_bfloat16, to_float64
-from ckpt_tools.engine.run import Reader, check_filled
 from ckpt_tools.engine.schedule import Sources, Tile
 from ckpt_tools.engine.sinks import empty_bytes
 from ckpt_tools.errors import PlanError, StorageError, printable

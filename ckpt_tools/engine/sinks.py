@@ -49,7 +49,7 @@ class SinkState(NamedTuple):
     """
 
     files: dict[str, HashedRanges]
-    prints: TensorHashes
+    fingerprints: TensorHashes
     sent: Mapping[str, Mapping[int, Any]] = MappingProxyType({})
 
 
@@ -204,11 +204,11 @@ class WriteSink:
 
     def take(self, batch: Batch, tiles: list[Bytes], scratch: Bytes) -> SinkState:
         noted: list[tuple[str, HashedRange]] = []
-        prints = Fingerprints()
+        fingerprints = Fingerprints()
         measured: list[tuple[str, Moments]] = []
         for tile, data in zip(batch.tiles, tiles, strict=True):
             crc = crc64nvme(data.data)
-            prints.add(tile, crc, data)
+            fingerprints.add(tile, crc, data)
             if self._measures and len(data) and not tile.tensor.is_object:
                 measured.append((tile.tensor.fqn, self._measure(tile, data)))
             for write in tile.writes:
@@ -228,11 +228,11 @@ class WriteSink:
                 self._pieces[name].append(piece)
                 frame = self._fill(name, piece)
                 full += [(name, frame)] if frame else []
-            self.fingerprints.absorb(prints.noted)
+            self.fingerprints.absorb(fingerprints.noted)
             add_moments(self.moments, measured)
         for name, frame in full:
             self._surround(name, frame)
-        return SinkState(files, prints.noted)
+        return SinkState(files, fingerprints.noted)
 
     def _measure(self, tile: Tile, data: Bytes) -> Moments:
         """Measures a tile, and its change if there are files from before."""
@@ -385,7 +385,7 @@ class WriteSink:
         for name, sent in handed.sent.items():
             if isinstance(writer := self._writers.get(name), PartsWriter):
                 writer.absorb(sent)
-        self.fingerprints.absorb(handed.prints)
+        self.fingerprints.absorb(handed.fingerprints)
 
     def abort(self) -> None:
         """Closes all open writers. The owner of the staging directory removes it."""

@@ -284,16 +284,16 @@ class StatisticsSink:
 
     def take(self, batch: Batch, tiles: list[Bytes], scratch: Bytes) -> None:
         del scratch
-        prints = Fingerprints()
+        fingerprints = Fingerprints()
         found = []
         for tile, data in zip(batch.tiles, tiles, strict=True):
-            prints.add(tile, crc64nvme(data.data), data)
+            fingerprints.add(tile, crc64nvme(data.data), data)
             if len(data):
                 found.append(
                     (tile.tensor.fqn, measure(data, tile.tensor.dst_dtype, self._with_exponents))
                 )
         with self._lock:
-            self.fingerprints.absorb(prints.noted)
+            self.fingerprints.absorb(fingerprints.noted)
             add_moments(self.moments, found)
 
     def share(self, group: Group) -> None:

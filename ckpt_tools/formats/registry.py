@@ -83,11 +83,7 @@ class Source:
     @property
     def name(self) -> str:
         """Returns the last segment of the path."""
-        return (
-            self.path.rstrip("/")
-            .rpartition("/")[2]
-            .partition("?" if is_url(self.path) else "\0")[0]
-        )
+        return _without_query(self.path, self.path.rstrip("/").rpartition("/")[2])
 
     @property
     def local(self) -> Path | None:
@@ -138,6 +134,11 @@ class Source:
         return compare_positions(assumed, self.format.locate(self.store, tensors))
 
 
+def _without_query(where: str, name: str) -> str:
+    """Returns a name, without the query if it is the last segment of a signed URL."""
+    return name.partition("?")[0] if is_url(where) else name
+
+
 def detect(
     path: str | os.PathLike[str],
     options: Mapping[str, Any] | None = None,
@@ -160,7 +161,9 @@ def detect(
     where = local_path(path)
     root, file = _open_remote(where, options) if is_url(where) else _open_local(where)
     store, form = (
-        (OneFile(root, file, where), _file_format(where, file)) if file else detect_in(root)
+        (OneFile(root, file, where, _without_query(where, file)), _file_format(where, file))
+        if file
+        else detect_in(root)
     )
     return (Overlay(store, beside, is_listed=True) if beside else store), form
 

@@ -239,13 +239,13 @@ class StorageWriter(storage.StorageWriter):
         """
         assert self._staged is not None
         parts = [NOTHING] * self._num_ranks
-        prints: dict[str, int] = {}
+        fingerprints: dict[str, int] = {}
         metadata.storage_data = {}
         for rank, wrote in enumerate(results):
             for result in wrote:
                 info, share, part = result.storage_data
                 parts[rank] = part or parts[rank]
-                prints[result.index.fqn] = prints.get(result.index.fqn, 0) ^ share
+                fingerprints[result.index.fqn] = fingerprints.get(result.index.fqn, 0) ^ share
                 metadata.storage_data[result.index] = info
         metadata.version = _VERSION
         metadata.storage_meta = StorageMeta(checkpoint_id="", save_id=self._staged.attempt)
@@ -253,13 +253,13 @@ class StorageWriter(storage.StorageWriter):
             fqn: SealedTensor(
                 str(m.properties.dtype).removeprefix("torch."),
                 tuple(m.size),
-                f"{prints.get(fqn, 0):016x}",
+                f"{fingerprints.get(fqn, 0):016x}",
             )
             for fqn, m in metadata.state_dict_metadata.items()
             if isinstance(m, TensorStorageMetadata)
         }
         objects = {
-            index.fqn: SavedObject(info.offset, info.length, prints[index.fqn])
+            index.fqn: SavedObject(info.offset, info.length, fingerprints[index.fqn])
             for index, info in metadata.storage_data.items()
             if index.fqn not in tensors
         }

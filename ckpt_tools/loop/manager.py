@@ -46,13 +46,13 @@ from ckpt_tools.loop.loading.load import load_into
 from ckpt_tools.loop.loading.load_request import LoadReport, LoadRequest, OnMismatch
 from ckpt_tools.loop.on_exception import saved_on_exception
 from ckpt_tools.loop.preemption import Preemption
+from ckpt_tools.loop.save_times import SaveTimes
 from ckpt_tools.loop.saving.background import BackgroundWriter, PendingSave
 from ckpt_tools.loop.saving.collect import Collected, Collector, SaveRequest
 from ckpt_tools.loop.saving.export import Exporter, HuggingFace
 from ckpt_tools.loop.saving.hooks import Hooks, OnCommit, OnError
 from ckpt_tools.loop.saving.limits import WriteLimits
 from ckpt_tools.loop.saving.save import SaveReport
-from ckpt_tools.loop.schedule import SaveSchedule
 from ckpt_tools.loop.search import StepSearch
 from ckpt_tools.loop.signals import SignalWatch
 from ckpt_tools.loop.state.late_staging import LateStaging
@@ -61,10 +61,10 @@ from ckpt_tools.loop.state.state_dict import check_state
 from ckpt_tools.loop.steps import rollback
 from ckpt_tools.loop.steps.candidates import Candidates
 from ckpt_tools.loop.steps.mirror import Mirror
-from ckpt_tools.loop.steps.policy import Retention
 from ckpt_tools.loop.steps.waiting import retry_outage
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.policy import Retention
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.steps import (
     STEP_FORMATS,
@@ -230,7 +230,7 @@ class CheckpointManager:
             step_format,
             limits,
         )
-        self._schedule = SaveSchedule(self._root, save_every, save_every_s)
+        self._save_times = SaveTimes(self._root, save_every, save_every_s)
         try:
             self._claim(there, mirror_every)
             self._late = LateStaging() if overlap_copy else None
@@ -366,7 +366,7 @@ class CheckpointManager:
                     step,
                 )
                 return True
-            self._schedule.saved()
+            self._save_times.saved()
             collected = self._collector.collect(request, laps)
             staged = self._stage_shards(collected, is_background)
             laps.lap("copy")
@@ -470,12 +470,12 @@ class CheckpointManager:
         """
         step = check_step(step)
         self._check_open("should_save")
-        is_due = self._group.rank == 0 and self._schedule.is_due(step)
+        is_due = self._group.rank == 0 and self._save_times.is_due(step)
         if self._signals is not None:
             is_due = self._signals.take_request() or is_due
         is_due = bool(self._group.meet("should_save", f"should_save({step})", (is_due, 0))[0])
-        if is_due and not self._schedule.is_periodic(step):
-            self._schedule.ask()
+        if is_due and not self._save_times.is_periodic(step):
+            self._save_times.ask()
         return is_due
 
     @checked()

@@ -46,7 +46,7 @@ from ckpt_tools.publish.sealed_source import open_sealed
 from ckpt_tools.publish.steps import list_steps
 from ckpt_tools.ranks.base import ALONE, Group
 from ckpt_tools.transfer.options import Path_
-from ckpt_tools.transfer.prove import SealedFingerprint, prove_fingerprints, sealed_prints
+from ckpt_tools.transfer.prove import SealedFingerprint, prove_fingerprints, sealed_fingerprints
 from ckpt_tools.transfer.result import TransferResult
 from ckpt_tools.transfer.transfer import check_apart
 
@@ -114,7 +114,7 @@ def average(
     elif scale != 1.0:
         raise PlanError("--scale is for --base: give both")
     group = how.get("group") or ALONE
-    with group.phase("look at all"):
+    with group.phase("open all"):
         found = [_open(path, how) for path in paths]
         opened = [source for source, _ in found]
         for source in opened:
@@ -271,7 +271,7 @@ class _Term:
     source: Source
     view: Catalog
     plan: Plan
-    prints: Mapping[str, SealedFingerprint]
+    fingerprints: Mapping[str, SealedFingerprint]
 
 
 class _Mean:
@@ -326,7 +326,7 @@ class _Mean:
             computed.watch.prove({})
         self._store.share(group)
         for term, computed in zip(self._terms, self._computed, strict=True):
-            prove_fingerprints(term.source, term.prints, computed.fingerprints.join())
+            prove_fingerprints(term.source, term.fingerprints, computed.fingerprints.join())
 
     def notes(self) -> list[str]:
         """Returns remarks on names, types and values."""
@@ -429,13 +429,13 @@ def _refuse_misfits(opened: Sequence[Source], views: Sequence[Catalog]) -> None:
 
 def _term(source: Source, view: Catalog, sealed: Manifest | None) -> _Term:
     plan = plan_values(view.tensors.values())
-    return _Term(source, view, plan, sealed_prints(sealed, source, view, plan))
+    return _Term(source, view, plan, sealed_fingerprints(sealed, source, view, plan))
 
 
 def _mean_term(term: _Term, weight: float) -> MeanTerm:
     source, tensors = term.source, list(term.view.tensors.values())
     located = source.format.locate(source.store, tensors)
-    unsealed = plan_values(t for t in tensors if t.fqn not in term.prints)
+    unsealed = plan_values(t for t in tensors if t.fqn not in term.fingerprints)
     return MeanTerm(
         redacted(source.path),
         source.store,

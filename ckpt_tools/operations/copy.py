@@ -20,7 +20,7 @@ from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Literal, plan_files
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.crc_watch import RecordCrcWatch
-from ckpt_tools.engine.run import run_batches
+from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, tile_bytes
 from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable, redacted
 from ckpt_tools.formats.base import LOCK, MANIFEST, attempt_for, attempt_of, new_attempt, note_of
@@ -116,7 +116,7 @@ def copy(
             "a copy replaces nothing", hint="copy to another place, or remove what is there first"
         )
     group = options.get("group") or ALONE
-    with group.phase("look at both"):
+    with group.phase("open both"):
         source = open_source(src, options.get("storage_options"), lay_beside(options.get("shapes")))
         check_needed(options.get("shapes"), source.catalog)
         to_options = (
@@ -424,7 +424,7 @@ class _Work:
         ):
             crcs = {self.name(name): crc for name, crc in self.crcs.items()}
             right: set[str] = set()
-            with group.phase("look at what is there"):
+            with group.phase("list the destination"):
                 # another copy may have been published while this one waited for the staging name
                 if group.rank == 0 and not self.target.needs_index and self.target.exists():
                     raise appeared(self.target.url)
@@ -435,7 +435,7 @@ class _Work:
                     )
             right = group.broadcast(right, "what is there")
             self.missing = {name: nbytes for name, nbytes in self.data.items() if name not in right}
-            with group.phase("look at the room"):
+            with group.phase("check the free space"):
                 self.target.check_room(sum(self.missing.values()))
             with bar("copy", sum(self.missing.values())) as advance:
                 # for the reason, see RemoteStore.copy_source
@@ -527,7 +527,9 @@ class _Work:
             open_files(sink, group)
             batches = batches_for(division.plan, {}, tiles, staged.writable, division.share)
             with group.phase("copy"):
-                run_batches(batches, self.source.store, sink, jobs, advance, crc_watch=crc_watch)
+                execute_batches(
+                    batches, self.source.store, sink, jobs, advance, crc_watch=crc_watch
+                )
             told = collect(sink, group, crc_watch.partial_ranges({}))
             with group.phase("prove"):
                 for parts in told:

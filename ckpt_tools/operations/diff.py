@@ -25,7 +25,7 @@ from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.plan import plan_values
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.compare import CompareSink, Tally
-from ckpt_tools.engine.run import run_batches
+from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
 from ckpt_tools.errors import FormatError, PlanError, printable, redacted
 from ckpt_tools.formats.registry import Source, open_source
@@ -36,7 +36,7 @@ from ckpt_tools.operations.merge_reshard import model_view
 from ckpt_tools.publish.sealed_source import checked_manifest
 from ckpt_tools.ranks.base import ALONE, check_agreement
 from ckpt_tools.transfer.options import Path_, Reading, no_bar
-from ckpt_tools.transfer.prove import sealed_prints
+from ckpt_tools.transfer.prove import sealed_fingerprints
 
 
 class Change(NamedTuple):
@@ -143,7 +143,7 @@ def diff(
     """
     began = time.monotonic()
     group = options.get("group") or ALONE
-    with group.phase("look at both"):
+    with group.phase("open both"):
         beside = lay_beside(options.get("shapes"))
         one, two = (open_source(path, options.get("storage_options"), beside) for path in (a, b))
         check_needed(options.get("shapes"), one.catalog, two.catalog)
@@ -268,8 +268,8 @@ def _known_equal(
 ) -> set[str]:
     """Returns the tensors with the same fingerprint and type in both manifests."""
     alike = [(x, y) for x, y in pairs if x.dtype is y.dtype]
-    mine = sealed_prints(checked_manifest(a), a, left, plan_values(x for x, _ in alike))
-    theirs = sealed_prints(checked_manifest(b), b, right, plan_values(y for _, y in alike))
+    mine = sealed_fingerprints(checked_manifest(a), a, left, plan_values(x for x, _ in alike))
+    theirs = sealed_fingerprints(checked_manifest(b), b, right, plan_values(y for _, y in alike))
     return {
         x.fqn
         for x, _ in alike
@@ -303,7 +303,7 @@ def _compare(
                 b.store, plan_values(theirs), b.format.locate(b.store, theirs), atol, rtol, is_full
             )
             batches = schedule(plan, a.format.locate(a.store, mine), *tiles, share)
-            run_batches(
+            execute_batches(
                 sink.pair(batches), a.store, sink, jobs, lambda nbytes: advance(nbytes * group.size)
             )
         return join_tallies(group.all_gather(sink.tallies, "gather differences"))

@@ -12,7 +12,7 @@ from ckpt_tools.core.plan import plan_values
 from ckpt_tools.core.statistics import TensorStatistics
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
-from ckpt_tools.engine.run import run_batches
+from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
 from ckpt_tools.engine.statistics import SHORT_TYPES, StatisticsSink
 from ckpt_tools.errors import PlanError, redacted
@@ -24,7 +24,7 @@ from ckpt_tools.publish.sealed_source import checked_manifest
 from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage.retries import read_again_if_wrong
 from ckpt_tools.transfer.options import Path_, Reading, no_bar
-from ckpt_tools.transfer.prove import prove_fingerprints, sealed_prints
+from ckpt_tools.transfer.prove import prove_fingerprints, sealed_fingerprints
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def stats(
         CheckpointError: it cannot be read.
     """
     began, group = time.monotonic(), options.get("group") or ALONE
-    with group.phase("look at it"):
+    with group.phase("open it"):
         source = open_source(src, options.get("storage_options"), lay_beside(options.get("shapes")))
         check_needed(options.get("shapes"), source.catalog)
         catalog = _chosen(source.catalog, select, exclude)
@@ -156,11 +156,11 @@ def _measure(
     mine = [t for t in tensors if t.fqn in taken]
     bar, total = options.get("progress") or no_bar, sum(t.nbytes for t in tensors)
     with bar("stats", total) as advance, group.phase("measure"):
-        prints = sealed_prints(checked_manifest(source), source, source.catalog, plan)
+        fingerprints = sealed_fingerprints(checked_manifest(source), source, source.catalog, plan)
         located = source.format.locate(source.store, mine)
-        watched = read_whole(plan_values(t for t in mine if t.fqn not in prints), located)
+        watched = read_whole(plan_values(t for t in mine if t.fqn not in fingerprints), located)
         watch = CrcWatch(watched)
-        run_batches(
+        execute_batches(
             schedule(plan, located, *tiles, share),
             source.store,
             sink,
@@ -171,5 +171,5 @@ def _measure(
         watch.prove({})
     sink.share(group)
     with group.phase("prove"):
-        prove_fingerprints(source, prints, sink.fingerprints.join())
+        prove_fingerprints(source, fingerprints, sink.fingerprints.join())
     return sink

@@ -6,6 +6,7 @@ one instant, once it is complete.
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ from ckpt_tools.operations.merge_reshard import dtype_by_name, saved_boxes, targ
 from ckpt_tools.publish.destinations import open_destination, open_root
 from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.manifest import Manifest
+from ckpt_tools.publish.policy import Retention, counts
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.staying import reason_to_stay
 from ckpt_tools.publish.steps import Step, damage, list_steps
@@ -100,8 +102,9 @@ def thin(
     """Removes optimizer and loader state from all but the newest steps of a run.
 
     A step stays full if it is pinned, if a link leads to it, or if it holds files that no save
-    wrote. So does the newest full step that is not known to have NaN or infinity. The newest full
-    step is read first: a damaged one does not count. No job may be saving to the run.
+    wrote. As for `Retention`, so do the newest full step that is not known to have NaN or infinity,
+    and the newest that is known to be finite. The newest full step is read first: a damaged one
+    does not count. No job may be saving to the run.
 
     Args:
         root: directory of the run, a path or a URL.
@@ -200,15 +203,7 @@ def _sound(steps: Sequence[Step], reads: bool, kept: dict[str, str]) -> list[Ste
             kept[str(step.path)] = f"it is not complete: {step.problem}"
         elif step.twin:
             kept[str(step.path)] = f"{printable(step.twin)} has the same number"
-    found = [
-        step
-        for step in steps
-        if not step.problem
-        and not step.twin
-        and not step.superseded_by
-        and step.manifest is not None
-        and step.manifest.step == step.number
-    ]
+    found = [step for step in steps if counts(step)]
     while reads:
         newest = next((step for step in reversed(found) if not step.thinned), None)
         problem = damage(newest) if newest is not None else ""
@@ -227,27 +222,25 @@ def _chosen(
     kept: dict[str, str],
 ) -> Iterator[Step]:
     """Yields the steps to thin, oldest first, and notes why others stay full."""
+    rules = Retention(last=keep_full, every=keep_every)
     full = [step for step in steps if not step.thinned]
-    newest = {step.number for step in full[-keep_full:]}
-    finite = next((step.number for step in reversed(full) if step.is_finite is not False), None)
+    reasons = rules.reasons(full, dt.datetime.now(dt.UTC)) if full else {}
     for step in steps:
-        reason = (
-            f"one of the newest {keep_full} full steps"
-            if step.number in newest
-            else "the newest full step without known NaN or infinity"
-            if step.number == finite
-            else f"a multiple of {keep_every}"
-            if keep_every and step.number % keep_every == 0
-            else "it is still needed"
-            if str(step.path) in held
-            else ""
-            if step.is_removable and step.manifest and step.manifest.format == dcp.NAME
-            else "no save of this tool wrote it"
-        )
+        reason = reasons.get(str(step.path), "")
+        if step.thinned and rules.is_multiple(step):
+            reason = f"a multiple of {keep_every}"
+        elif not reason and str(step.path) in held:
+            reason = "it is still needed"
+        elif not reason and not (step.is_removable and _is_ours(step)):
+            reason = "no save of this tool wrote it"
         if reason:
             kept[str(step.path)] = reason
         else:
             yield step
+
+
+def _is_ours(step: Step) -> bool:
+    return step.manifest is not None and step.manifest.format == dcp.NAME
 
 
 def _thin_one(

@@ -15,7 +15,7 @@ from ckpt_tools.core.checksum import crc32, crc64nvme, hex64
 from ckpt_tools.core.coverage import flaws
 from ckpt_tools.core.plan import plan_objects, plan_values
 from ckpt_tools.core.threads import num_threads
-from ckpt_tools.engine.run import run_batches
+from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.scan import Finding, ScanSink
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
 from ckpt_tools.engine.sinks import Checksum, HashSink
@@ -31,9 +31,9 @@ from ckpt_tools.publish.check_manifest import (
     Problem,
     compare_bytes,
     compare_names,
+    execute_shared,
     hash_files,
     list_sealed,
-    run_shared,
 )
 from ckpt_tools.publish.find_manifest import manifest_of, names_in
 from ckpt_tools.publish.manifest import Manifest, parse_manifest
@@ -248,9 +248,9 @@ class Verification:
         sealed = self.manifest.tensors
         # tensors in no zip archive, or in one without checksums
         others = [t for t in self._whole_tensors(files) if t.fqn in sealed and t.fqn not in bad]
-        prints = self.fingerprints(others, self.format.locate(self.store, others))
+        fingerprints = self.fingerprints(others, self.format.locate(self.store, others))
         for tensor in others:
-            if hex64(prints.get(tensor.fqn, 0)) != sealed[tensor.fqn].fingerprint:
+            if hex64(fingerprints.get(tensor.fqn, 0)) != sealed[tensor.fqn].fingerprint:
                 extent = next(c.extent for c in tensor.chunks if c.extent.file in files)
                 problems.append(
                     self._problem(
@@ -309,7 +309,7 @@ class Verification:
         """Reads tensors and returns their fingerprints. `located` has the positions of payloads."""
         sink = HashSink()
         tiles = tile_bytes(self._memory, self._jobs)
-        run_shared(
+        execute_shared(
             plan_values(tensors), located, tiles, self.store, sink, self._jobs, None, self.group
         )
         return sink.fingerprints.join()
@@ -523,7 +523,7 @@ class Verification:
         sink = HashSink(*checksums)
         with self._bar("verify", sum(e.nbytes for e in extents.values())) as advance:
             tiles = tile_bytes(self._memory, self._jobs)
-            run_shared(
+            execute_shared(
                 plan_objects(extents),
                 {},
                 tiles,
@@ -547,7 +547,7 @@ class Verification:
         with self._bar("scan", sum(t.nbytes for t in tensors)) as advance, group.phase("scan"):
             located = self.format.locate(self.store, [t for t in tensors if t.fqn in taken])
             batches = schedule(plan, located, *tile_bytes(self._memory, self._jobs), share)
-            run_batches(batches, self.store, sink, self._jobs, self._scaled(advance))
+            execute_batches(batches, self.store, sink, self._jobs, self._scaled(advance))
         sink.share(group)
         return sink.findings(tensors)
 

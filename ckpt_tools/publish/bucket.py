@@ -101,7 +101,7 @@ class RemoteDestination:
         with suppress(CheckpointError):
             manifest = find_manifest(store) if names else None
             listed = manifest.files if manifest is not None else ()
-        infos = store.about_all(n for n in names if n in listed)
+        infos = store.object_infos(n for n in names if n in listed)
         return [n for n in names if n not in infos or not infos[n].owner]
 
     def check(self, overwrite: bool, known: Container[str] = ()) -> None:
@@ -170,7 +170,7 @@ class RemoteDestination:
 
     def object_infos(self, names: Iterable[str]) -> Mapping[str, ObjectInfo] | None:
         store = RemoteStore(self.url, self._options)
-        return store.about_all(names) if store.s3 is not None else None
+        return store.object_infos(names) if store.s3 is not None else None
 
     def add_note(self, name: str, data: bytes, attempt: str) -> None:
         del attempt
@@ -241,7 +241,7 @@ def _right_files(
     attempt.
     """
     sizes = store.list_files(below=True)
-    there = store.about_all(name for name in files if name in sizes)
+    there = store.object_infos(name for name in files if name in sizes)
     return {
         n
         for n, about in there.items()
@@ -465,7 +465,7 @@ class RemoteAttempt:
                     and name not in kept
                     and attempt_of(name) != self.attempt[:8]
                 ]
-            about = {} if self._overwrite else self.store.about_all(stale)
+            about = {} if self._overwrite else self.store.object_infos(stale)
             self.store.remove([name for name in stale if self._overwrite or about[name].is_marked])
         except CheckpointError as error:
             return [f"files of what was there before could not be removed: {error}"]

@@ -112,7 +112,7 @@ class BucketRoot:
         source, target = self._store(old), self._store(new)
         # list_deep: also files below the checkpoint's own level
         for name in sorted(source.list_deep().keys() - target.list_deep().keys()):
-            source.carry(name, target)
+            source.copy_to(name, target)
         _remove(source)
 
 

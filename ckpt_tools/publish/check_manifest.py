@@ -9,7 +9,7 @@ from ckpt_tools.core.catalog import Extent
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Plan, plan_files
 from ckpt_tools.core.threads import num_threads
-from ckpt_tools.engine.run import run_batches
+from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, shares, tile_bytes
 from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import CheckpointError, StorageError, printable
@@ -101,7 +101,7 @@ def hash_files(
         group: reads a share each, and all of it becomes known to all.
     """
     jobs, sink = num_threads(jobs), HashSink()
-    run_shared(
+    execute_shared(
         plan_files(files),
         {},
         tile_bytes(memory or DEFAULT_MEMORY_BYTES, jobs),
@@ -114,7 +114,7 @@ def hash_files(
     return {**dict.fromkeys(files, 0), **sink.fingerprints.join()}  # that of no bytes is 0
 
 
-def run_shared(
+def execute_shared(
     plan: Plan,
     located: Mapping[Extent, Extent],
     tiles: tuple[int, int],
@@ -128,7 +128,7 @@ def run_shared(
     to all.
     """
     with group.phase("read"):
-        run_batches(
+        execute_batches(
             schedule(plan, located, *tiles, shares(plan, group.size)[group.rank]),
             store,
             sink,

@@ -25,12 +25,12 @@ from ckpt_tools.core.chunk_table import ArrayChunkTable
 from ckpt_tools.core.logs import log
 from ckpt_tools.core.plan import Plan, plan_objects
 from ckpt_tools.engine.crc_watch import CrcWatch
+from ckpt_tools.engine.execute import BatchResult
 from ckpt_tools.engine.fingerprints import HashedRange, HashedRanges, TensorHashes
-from ckpt_tools.engine.run import BatchResult
 from ckpt_tools.engine.schedule import Batch
 from ckpt_tools.engine.sinks import HashSink, SinkState, WriteSink
 from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.publish.check_manifest import run_shared
+from ckpt_tools.publish.check_manifest import execute_shared
 from ckpt_tools.ranks.base import Group
 from ckpt_tools.storage import Store
 from ckpt_tools.storage.local import failed
@@ -189,7 +189,7 @@ class Journal:
         line = _line(
             {
                 "files": wrote.files,
-                "prints": wrote.prints,
+                "prints": wrote.fingerprints,
                 "read": moved.seen,
                 "overflowed": moved.overflowed,
             }
@@ -275,7 +275,7 @@ class FinishedTiles:
             for piece in batch.seen:
                 crc_watch.take(*piece)
             if sink is not None and batch.wrote is not None:
-                sink.fingerprints.absorb(batch.wrote.prints)
+                sink.fingerprints.absorb(batch.wrote.fingerprints)
                 for fqn, count in batch.overflowed.items():
                     overflowed[fqn] = overflowed.get(fqn, 0) + count
         if sink is not None:
@@ -351,7 +351,7 @@ def prove_tiles(
     while batch := list(islice(rest, _BATCH)):
         sink = HashSink()
         extents = {str(i): Extent(file, p.start, p.nbytes) for i, (_, file, p) in enumerate(batch)}
-        run_shared(plan_objects(extents), {}, tiles, store, sink, jobs, None, group)
+        execute_shared(plan_objects(extents), {}, tiles, store, sink, jobs, None, group)
         found = sink.fingerprints.join()
         wrong |= {n for i, (n, _, p) in enumerate(batch) if found.get(str(i)) != p.crc64}
     return FinishedTiles([batch for n, batch in enumerate(batches) if n not in wrong])

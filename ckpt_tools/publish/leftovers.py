@@ -65,7 +65,7 @@ def _unfinished(step: RemoteStore, before: dt.datetime) -> set[str]:
         or any(step.modified(name) is None or step.modified(name) > before for name in left)
     ):
         return set()
-    return {name for name, about in step.about_all(left).items() if about.is_marked}
+    return {name for name, about in step.object_infos(left).items() if about.is_marked}
 
 
 def has_index(files: Iterable[str]) -> bool:
@@ -88,13 +88,13 @@ def files_of_attempts(store: RemoteStore, files: Collection[str]) -> set[str]:
     notes = {name for name in files if is_note(name)}
     if store.s3 is None:
         return notes | named.keys()
-    infos = store.about_all(named)
+    infos = store.object_infos(named)
     own = {n for n, attempt in named.items() if infos[n].owner[:8] == attempt}
     if own and not has_index(files):
         # a save may have written small files of other names
         attempts = {named[name] for name in own}
         small = [n for n in files if n not in named and not is_ours(n) and n != LOCK]
-        own |= {n for n, info in store.about_all(small).items() if info.owner[:8] in attempts}
+        own |= {n for n, info in store.object_infos(small).items() if info.owner[:8] in attempts}
     return notes | own
 
 
@@ -105,7 +105,7 @@ def files_of_copies(store: RemoteStore, files: Collection[str]) -> set[str]:
     """
     if store.s3 is None:
         return set()
-    infos = store.about_all(name for name in files if is_data_file(name))
+    infos = store.object_infos(name for name in files if is_data_file(name))
     return {name for name, info in infos.items() if info.is_marked}
 
 
@@ -113,7 +113,7 @@ def _abandoned_notes(store: RemoteStore, before: dt.datetime) -> list[str]:
     """Returns old notes on uploads that attempts at single files left in a prefix."""
     notes = [n for n in store.list_files() if (note := note_of(n)) and note[0] == UPLOADS]
     old = [n for n in notes if (when := store.modified(n)) is not None and when <= before]
-    return [n for n, about in store.about_all(old).items() if about.is_marked]
+    return [n for n, about in store.object_infos(old).items() if about.is_marked]
 
 
 def _noted_uploads(store: RemoteStore) -> list[str]:

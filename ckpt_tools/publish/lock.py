@@ -98,7 +98,7 @@ def _is_holder_alive(holder: Mapping[str, Any]) -> bool | None:
 
 def is_leased(store: RemoteStore) -> bool:
     """Tells whether a live job or copy holds the lease of a prefix."""
-    seen = store.look(LOCK)
+    seen = store.read_small(LOCK)
     if seen is None or _is_holder_alive(_parse(seen.data)[0]) is False:
         return False
     return seen.age_s is None or seen.age_s <= LEASE_S
@@ -295,7 +295,7 @@ class Lease:
         ).encode()
 
     def _look(self) -> SmallObject | None:
-        return self._store.look(LOCK)
+        return self._store.read_small(LOCK)
 
     def _put(self, over: SmallObject | None) -> bool:
         """Replaces the lease that was read before; returns False if another job was faster."""

@@ -82,7 +82,7 @@ class Backend(Protocol):
         """Returns the current size and ETag of an object; None if there is none."""
         ...
 
-    def look(self, url: str, path: str) -> SmallObject | None:
+    def read_small(self, url: str, path: str) -> SmallObject | None:
         """Reads the current version of a small object; None if there is none."""
         ...
 
@@ -205,7 +205,7 @@ class FsspecBackend:
             return None
         return int(info["size"] or 0), str(info.get("ETag") or "")
 
-    def look(self, url: str, path: str) -> SmallObject | None:
+    def read_small(self, url: str, path: str) -> SmallObject | None:
         found = self.state(url, path)
         if found is None:
             return None

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ckpt_tools.storage.base import Store, is_url
+from ckpt_tools.storage.base import Store
 from ckpt_tools.storage.overlay import Overlay
 
 
 class OneFile:
     """A store that shows one file of a directory, for a source given as a file.
 
-    The file's name is without the query of a signed URL.
+    `shown` is the name that readers see: that of a signed URL is without its query.
     """
 
-    def __init__(self, inner: Store, name: str, url: str) -> None:
+    def __init__(self, inner: Store, name: str, url: str, shown: str = "") -> None:
         self.inner, self.url, self._real = inner, url, name
-        self.name = name.partition("?")[0] if is_url(url) else name
+        self.name = shown or name
         self.capabilities, self.traffic = inner.capabilities, inner.traffic
         self.folders, self.enter, self.create, self.close = (
             inner.folders,

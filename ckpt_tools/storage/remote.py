@@ -219,7 +219,7 @@ class RemoteStore:
             self._folders = sorted(folders)
         return self._tree
 
-    def carry(self, path: str, to: RemoteStore) -> None:
+    def copy_to(self, path: str, to: RemoteStore) -> None:
         """Makes the file system copy an object to the same name in another store."""
         self._call("copy", path, lambda: self._fs.cp_file(self._full(path), to._full(path)))
 
@@ -405,7 +405,7 @@ class RemoteStore:
         """Asks the store for the properties of an object."""
         return self._backend.object_info(self._url(path), self._full(path))
 
-    def about_all(self, paths: Iterable[str]) -> dict[str, ObjectInfo]:
+    def object_infos(self, paths: Iterable[str]) -> dict[str, ObjectInfo]:
         """Asks the store for the properties of several objects, in parallel."""
         from concurrent.futures import ThreadPoolExecutor
 
@@ -414,12 +414,12 @@ class RemoteStore:
             return dict(zip(paths, pool.map(self.object_info, paths), strict=True))
 
     def stored_crcs(self, paths: Iterable[str]) -> Mapping[str, int]:
-        found = {path: about.crc64 for path, about in self.about_all(paths).items()}
+        found = {path: about.crc64 for path, about in self.object_infos(paths).items()}
         return {path: crc for path, crc in found.items() if crc is not None}
 
-    def look(self, path: str) -> SmallObject | None:
+    def read_small(self, path: str) -> SmallObject | None:
         """Reads the current version of a small object; None if there is none."""
-        return self._backend.look(self._url(path), self._full(path))
+        return self._backend.read_small(self._url(path), self._full(path))
 
     def current_version(self, path: str) -> str:
         """Asks the store for the current ETag of an object; "" if there is none."""

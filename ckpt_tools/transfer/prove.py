@@ -10,7 +10,7 @@ from ckpt_tools.core.catalog import Catalog, Chunk, Extent
 from ckpt_tools.core.checksum import crc32, hex64
 from ckpt_tools.core.coverage import replicas
 from ckpt_tools.core.plan import Plan, Slot, Target, TensorPlan, plan_copies
-from ckpt_tools.engine.run import run_batches
+from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.schedule import schedule
 from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import IntegrityError, printable
@@ -27,7 +27,7 @@ class SealedFingerprint(NamedTuple):
     crc64: int
 
 
-def sealed_prints(
+def sealed_fingerprints(
     manifest: Manifest | None, source: Source, catalog: Catalog, plan: Plan
 ) -> dict[str, SealedFingerprint]:
     """Returns the sealed fingerprints of the tensors and objects that a plan leaves as they are.
@@ -44,25 +44,25 @@ def sealed_prints(
         return {}
     stored = {t.chunks[0].extent: fqn for fqn, t in source.catalog.tensors.items() if t.chunks}
     objects = {item.extent: fqn for fqn, item in source.catalog.objects.items()}
-    prints = {}
+    found = {}
     for tensor in plan.tensors:
         if tensor.is_object:
             fqn = objects.get(tensor.chunks[0].extent, "")
             if fqn in manifest.objects:
                 crc64 = int(manifest.objects[fqn].crc64nvme, 16)
-                prints[tensor.fqn] = SealedFingerprint(fqn, crc64)
+                found[tensor.fqn] = SealedFingerprint(fqn, crc64)
         elif tensor.src_dtype is tensor.dst_dtype and tensor.chunks:
             fqn = stored.get(catalog.tensors[tensor.fqn].chunks[0].extent, "")
             # a part of it has another
             if fqn in manifest.tensors and source.catalog.tensors[fqn].chunks == tensor.chunks:
-                prints[tensor.fqn] = SealedFingerprint(
+                found[tensor.fqn] = SealedFingerprint(
                     fqn, int(manifest.tensors[fqn].fingerprint, 16)
                 )
-    return prints
+    return found
 
 
 def prove_fingerprints(
-    source: Source, prints: Mapping[str, SealedFingerprint], fingerprints: Mapping[str, int]
+    source: Source, expected: Mapping[str, SealedFingerprint], computed: Mapping[str, int]
 ) -> None:
     """Compares the fingerprints of the bytes read with the sealed ones.
 
@@ -70,17 +70,17 @@ def prove_fingerprints(
 
     Args:
         source: the checkpoint, for messages.
-        prints: from `sealed_prints`.
-        fingerprints: of the bytes that were read, by the plan's names.
+        expected: from `sealed_fingerprints`.
+        computed: of the bytes that were read, by the plan's names.
 
     Raises:
         IntegrityError: a tensor is not what was written, on the disk, or on the way.
     """
-    for name, sealed in prints.items():
-        if fingerprints.get(name, sealed.crc64) != sealed.crc64:
+    for name, sealed in expected.items():
+        if computed.get(name, sealed.crc64) != sealed.crc64:
             raise IntegrityError(
                 "bytes were damaged since they were written: expected CRC-64"
-                f" {hex64(sealed.crc64)}, got {hex64(fingerprints[name])}"
+                f" {hex64(sealed.crc64)}, got {hex64(computed[name])}"
                 f" ({printable(sealed.fqn)!r} in {printable(source.path)})",
                 hint=(
                     "nothing was written; try again in case the network did it, else restore the"
@@ -181,7 +181,7 @@ def _prove_replicas(
     if not probes:
         return
     sink = HashSink()
-    run_batches(
+    execute_batches(
         schedule(Plan(tuple(probes), Target("", {}, {})), located, *tiles), source.store, sink, jobs
     )
     prints = sink.fingerprints.join()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ckpt_tools.core.box import whole
 from ckpt_tools.core.plan import Plan
-from ckpt_tools.engine.run import Totals
+from ckpt_tools.engine.execute import Totals
 from ckpt_tools.errors import redacted
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.publish.base import Destination

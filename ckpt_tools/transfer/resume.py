@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt_tools.core.plan import Plan
-from ckpt_tools.engine.run import BatchResult
+from ckpt_tools.engine.execute import BatchResult
 from ckpt_tools.engine.schedule import tile_bytes
 from ckpt_tools.errors import CheckpointError, IntegrityError, PlanError, StorageError
 from ckpt_tools.publish import journal
@@ -159,7 +159,7 @@ class Resume:
             self._begin_uploads(attempt, files)
             return
         if self._dead:
-            with self._group.phase("look at what is there"):
+            with self._group.phase("list the destination"):
                 if self._group.rank == 0:
                     attempt.prepare(files)
             with self._group.phase("read journals"):

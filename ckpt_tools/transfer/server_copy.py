@@ -107,7 +107,7 @@ class ServerCopy:
 
 def plan_within(
     manifest: Manifest,
-    prints: Mapping[str, SealedFingerprint],
+    fingerprints: Mapping[str, SealedFingerprint],
     plan: Plan,
     located: Mapping[Extent, Extent],
     copy_target: CopyTarget,
@@ -116,13 +116,13 @@ def plan_within(
 
     Args:
         manifest: the source's.
-        prints: the fingerprints that it has, by the plan's names.
+        fingerprints: the fingerprints that it has, by the plan's names.
         plan: the whole.
         located: where payloads of packed extents are.
         copy_target: where the copies go.
     """
     target = plan.target
-    slots = _Slots(manifest, prints, {trailer.file for trailer in target.trailers}, located)
+    slots = _Slots(manifest, fingerprints, {trailer.file for trailer in target.trailers}, located)
     ranges: dict[str, list[CopyRange]] = {}
     for tensor in plan.tensors:
         for slot, found in slots.ranges(tensor):
@@ -149,7 +149,7 @@ def plan_within(
         if not cut:
             tensors.append(tensor)
             continue
-        trusted[tensor.fqn] = prints[tensor.fqn].crc64
+        trusted[tensor.fqn] = fingerprints[tensor.fqn].crc64
         itemsize = tensor.dst_dtype.itemsize
         for number in cut:
             sent_nbytes = sum(piece.box.numel for piece in left[number]) * itemsize
@@ -178,14 +178,14 @@ class _Slots:
     def __init__(
         self,
         manifest: Manifest,
-        prints: Mapping[str, SealedFingerprint],
+        fingerprints: Mapping[str, SealedFingerprint],
         framed: set[str],
         located: Mapping[Extent, Extent],
     ) -> None:
         self.framed, self.known, self._prints, self._located = (
             framed,
             dict[tuple[str, int], Sequence[HashedRange]](),
-            prints,
+            fingerprints,
             located,
         )
         self._cells = {

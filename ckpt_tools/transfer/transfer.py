@@ -19,7 +19,7 @@ from ckpt_tools.core.coverage import replicas
 from ckpt_tools.core.plan import Literal, Plan, plan_transfer
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
-from ckpt_tools.engine.run import Alter, Totals, run_batches
+from ckpt_tools.engine.execute import Alter, Totals, execute_batches
 from ckpt_tools.engine.schedule import (
     ALL,
     DEFAULT_MEMORY_BYTES,
@@ -57,7 +57,7 @@ from ckpt_tools.transfer.prove import (
     SealedFingerprint,
     prove_copies,
     prove_fingerprints,
-    sealed_prints,
+    sealed_fingerprints,
 )
 from ckpt_tools.transfer.result import TransferResult, bytes_by_dtype, result_of
 from ckpt_tools.transfer.resume import Resume, forget
@@ -235,9 +235,9 @@ class Transfer:
             prove_copies(
                 self.source, self.request.catalog, self.part, self.located, self.jobs, self.tiles
             )
-            prints = sealed_prints(self.sealed, self.source, self.request.catalog, self.plan)
-            self.prints: Mapping[str, SealedFingerprint] = {
-                fqn: sealed for fqn, sealed in prints.items() if fqn not in self.request.alter
+            found = sealed_fingerprints(self.sealed, self.source, self.request.catalog, self.plan)
+            self.sealed_fingerprints: Mapping[str, SealedFingerprint] = {
+                fqn: sealed for fqn, sealed in found.items() if fqn not in self.request.alter
             }
 
     def _may_assume(self) -> bool:
@@ -285,7 +285,9 @@ class Transfer:
         self.resume.begin(attempt, self.target.file_sizes, self.tiles, self.jobs)
         self.server_copy = self._plan_server_copy(attempt)
         known = read_whole(self.part, self.located).items()
-        self.crcs = CrcWatch({extent: fqn for extent, fqn in known if fqn not in self.prints})
+        self.crcs = CrcWatch(
+            {extent: fqn for extent, fqn in known if fqn not in self.sealed_fingerprints}
+        )
         self.sink = sink = self.work.sink(attempt, self.server_copy)
         finished = self.resume.finished
         finished.restore(None if self.group.rank else sink, self.crcs, self.totals.overflowed)
@@ -308,11 +310,11 @@ class Transfer:
                 " store copy most"
             )
             return None
-        return plan_within(self.sealed, self.prints, self.plan, self.located, to)
+        return plan_within(self.sealed, self.sealed_fingerprints, self.plan, self.located, to)
 
     def _run(self, batches: Iterator[Batch], sink: WriteSink, attempt: Attempt) -> None:
         with self.resume.forgotten_if_wrong(attempt):
-            done = run_batches(
+            done = execute_batches(
                 batches,
                 self.source.store,
                 sink,
@@ -351,7 +353,7 @@ class Transfer:
             copied = dict(self.server_copy.fingerprints) if self.server_copy else {}
             self.fingerprints = copied | self.sink.fingerprints.join()
             with self.resume.forgotten_if_wrong(attempt):
-                prove_fingerprints(self.source, self.prints, self.fingerprints)
+                prove_fingerprints(self.source, self.sealed_fingerprints, self.fingerprints)
         if self.request.prove is not None:
             self.request.prove(self.group)
         if self.request.in_place:
@@ -451,8 +453,8 @@ class Transfer:
         """Adds the statistics of the source's manifest to the tensors that have the same values."""
         known = self.sealed.tensors if self.sealed is not None else {}
         return {
-            fqn: tensor._replace(statistics=known[self.prints[fqn].fqn].statistics)
-            if fqn in self.prints
+            fqn: tensor._replace(statistics=known[self.sealed_fingerprints[fqn].fqn].statistics)
+            if fqn in self.sealed_fingerprints
             else tensor
             for fqn, tensor in tensors.items()
         }

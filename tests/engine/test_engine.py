@@ -12,8 +12,8 @@ from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.core.coverage import check
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.plan import Literal, Slot, Target, plan_copies, plan_transfer
+from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.kernels import cast
-from ckpt_tools.engine.run import run_batches
 from ckpt_tools.engine.schedule import schedule
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import StorageError
@@ -89,7 +89,7 @@ def test_any_split_becomes_any_other_bit_for_bit(
     out = MemoryStore()
     sink = WriteSink(target, out)
     sink.open()
-    totals = run_batches(steps, store, sink, jobs)
+    totals = execute_batches(steps, store, sink, jobs)
     checksums = sink.finish()
     written = bytes(out.files["out"])
     assert written[:3] == b"abc"
@@ -128,7 +128,7 @@ def test_a_hole_in_the_source_never_becomes_uninitialised_memory() -> None:
     sink = WriteSink(target, MemoryStore())
     sink.open()
     with pytest.raises(CatalogError, match="no source"):
-        run_batches(schedule(plan_transfer(catalog, target), {}, 64, 64), store, sink, 1)
+        execute_batches(schedule(plan_transfer(catalog, target), {}, 64, 64), store, sink, 1)
 
 
 def test_a_file_that_is_not_written_in_full_is_not_finished() -> None:
@@ -161,7 +161,7 @@ def test_the_first_error_of_any_thread_is_the_one_that_is_raised(jobs: int) -> N
     sink = WriteSink(target, MemoryStore())
     sink.open()
     with pytest.raises(StorageError, match="I/O error"):
-        run_batches(
+        execute_batches(
             schedule(plan_transfer(catalog, target), {}, 256, 256),
             Breaking(store.files),
             sink,

@@ -20,7 +20,7 @@ from ckpt_tools.core.coverage import check
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.placements import reshard_boxes
 from ckpt_tools.core.plan import plan_transfer
-from ckpt_tools.engine.run import run_batches
+from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.schedule import schedule
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import CheckpointError
@@ -70,7 +70,7 @@ def filled(form: ModuleType, dtype: str, ranks: int) -> tuple[MemoryStore, dict[
     source, out = Catalog("memory", entries, file_sizes={"f": len(blob)}), MemoryStore()
     sink = WriteSink(target, out)
     sink.open()
-    run_batches(
+    execute_batches(
         schedule(plan_transfer(source, target), {}, 64, 256), MemoryStore({"f": blob}), sink, 2
     )
     sink.finish()
@@ -170,7 +170,7 @@ def test_locating_a_few_tensors_reads_no_payload(form: ModuleType) -> None:
     sink = WriteSink(target, out)
     sink.open()
     source = Catalog("memory", {"big": entry}, file_sizes={"f": big})
-    run_batches(
+    execute_batches(
         schedule(plan_transfer(source, target), {}, 1 << 20, 1 << 20),
         MemoryStore({"f": blob}),
         sink,

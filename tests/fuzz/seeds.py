@@ -18,8 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save
 
+from ckpt_tools.engine.execute import BatchResult
 from ckpt_tools.engine.fingerprints import HashedRange, HashedRanges, TensorHashes
-from ckpt_tools.engine.run import BatchResult
 from ckpt_tools.engine.sinks import SinkState
 from ckpt_tools.formats.dcp import metadata as dcp_metadata
 from ckpt_tools.publish.journal import Journal

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, NotACheckpointError, StorageError
-from ckpt_tools.loop.steps.policy import Retention
 from ckpt_tools.loop.steps.retention import pin_step, prune_steps, removable
 from ckpt_tools.publish.attempt_mark import mark_name
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.manifest import Manifest
+from ckpt_tools.publish.policy import Retention
 from ckpt_tools.publish.steps import Step, list_steps, step_name
 from tests.servers.servers import Server
 from tests.storage.test_remote import run_ckpt

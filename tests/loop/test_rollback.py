@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from ckpt_tools import CheckpointManager, StorageError
-from ckpt_tools.loop.steps.policy import Retention
 from ckpt_tools.loop.steps.retention import prune_steps
 from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.policy import Retention
 from ckpt_tools.publish.steps import (
     damage,
     find_latest,

@@ -16,11 +16,11 @@ import torch
 from awscrt.checksums import crc64nvme
 
 from ckpt_tools import CheckpointManager, FormatError, StorageError
-from ckpt_tools.loop.steps.policy import Retention
 from ckpt_tools.loop.steps.retention import removable
 from ckpt_tools.publish.attempt_mark import mark_name
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.manifest import parse_manifest
+from ckpt_tools.publish.policy import Retention
 from ckpt_tools.publish.steps import Step, damage, find_latest, list_steps, step_name
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

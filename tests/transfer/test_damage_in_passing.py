@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError
-from ckpt_tools.loop.steps.policy import Retention
 from ckpt_tools.loop.steps.retention import prune_steps
 from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.policy import Retention
 from ckpt_tools.publish.steps import step_name
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

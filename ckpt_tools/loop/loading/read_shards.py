@@ -15,7 +15,7 @@ import torch
 from ckpt_tools.core.catalog import Catalog, Extent, TensorEntry
 from ckpt_tools.core.plan import Plan, Slot, Target, plan_transfer
 from ckpt_tools.engine.crc_watch import CrcWatch, compare_positions, read_whole
-from ckpt_tools.engine.run import run_batches
+from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.schedule import schedule, tile_bytes
 from ckpt_tools.engine.sinks import FillSink
 from ckpt_tools.errors import IntegrityError
@@ -171,7 +171,7 @@ class ShardReader(NamedTuple):
         proved = part.whole(plan) if part is not None else set[str]()  # by their fingerprints
         sink = FillSink(memory, part.note if part is not None else None)
         crc_watch = CrcWatch(_watched(plan, assumed, proved))
-        totals = run_batches(
+        totals = execute_batches(
             schedule(plan, assumed, *tile_bytes(self.memory_bytes, self.jobs)),
             source.store,
             sink,
@@ -204,7 +204,7 @@ class ShardReader(NamedTuple):
     ) -> int:
         """Reads from the positions that the files name; returns the number of proved chunks."""
         late = CrcWatch(_watched(plan, found, proved))
-        run_batches(
+        execute_batches(
             schedule(plan, found, *tile_bytes(self.memory_bytes, self.jobs)),
             self.source.store,
             sink,

@@ -23,8 +23,8 @@ from ckpt_tools.core.box import Box, flat_span, flat_start, row_major_strides
 from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.core.plan import Plan, Slot, Target, plan_transfer
 from ckpt_tools.engine.crc_watch import CrcWatch, RangeCrcs, is_watched
+from ckpt_tools.engine.execute import Totals, execute_batches
 from ckpt_tools.engine.kernels import Bytes, gather, scatter
-from ckpt_tools.engine.run import Totals, run_batches
 from ckpt_tools.engine.schedule import Batch, Tile, schedule, tile_bytes
 from ckpt_tools.engine.sinks import FillSink, Note, empty_bytes
 from ckpt_tools.errors import CheckpointError, FormatError, IntegrityError
@@ -188,7 +188,7 @@ class _Reading:
         )
         self._thread = ThreadPoolExecutor(1, "ckpt-together")
         self._future = self._thread.submit(
-            run_batches, batches, source.store, self.sink, jobs, crc_watch=self._crc_watch
+            execute_batches, batches, source.store, self.sink, jobs, crc_watch=self._crc_watch
         )
 
     def get(self, number: int) -> Bytes:
@@ -218,7 +218,7 @@ class _Reading:
         """
         crcs: dict[Extent, int] = {}
         parts: list[RangeCrcs] = []
-        with self._group.phase("look at what was read"):
+        with self._group.phase("check what was read"):
             if not self.is_spoiled:
                 real = self._source.compare(self._entries, self._assumed)
                 self.is_spoiled = bool(real.moved)

@@ -26,12 +26,12 @@ from ckpt_tools.loop.state.staging import StagedTensors
 from ckpt_tools.loop.steps import rollback
 from ckpt_tools.loop.steps.candidates import Candidates
 from ckpt_tools.loop.steps.mirror import Mirror, Retained
-from ckpt_tools.loop.steps.policy import Retention
 from ckpt_tools.loop.steps.retention import remove_named, retain
 from ckpt_tools.loop.steps.waiting import tries_again, wait_for, with_hint
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.lock import RootLock
+from ckpt_tools.publish.policy import Retention
 from ckpt_tools.publish.steps import STEP_FORMATS, name_some, step_name
 from ckpt_tools.publish.superseded import RollbackNote, write_note
 from ckpt_tools.ranks.gloo import GlooGroup

@@ -21,7 +21,7 @@ from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.coverage import check
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.laps import Laps
-from ckpt_tools.engine.run import Progress
+from ckpt_tools.engine.execute import Progress
 from ckpt_tools.engine.statistics import Moments, add_moments
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.dcp import format as dcp
@@ -437,7 +437,7 @@ def write(
                 layout.file, target, staged, memory, packed, jobs, measures, before, progress
             )
         parts = group.gather(part._replace(shares={}), f"write {what}")
-        prints = group.xor(_prints(layout, part.shares), f"write {what}")
+        fingerprints = group.xor(_fingerprints(layout, part.shares), f"write {what}")
         for name in ("write", "fsync"):
             timing[name] = max((p.seconds.get(name, 0.0) for p in parts or [part]), default=0.0)
         laps = Laps()
@@ -461,7 +461,7 @@ def write(
                 # last, because in a bucket their names are those of the result that is replaced
                 files = write_files(staged, extras.files)
                 before_commit()
-                tensors = _seal(layout.head, prints, parts)
+                tensors = _seal(layout.head, fingerprints, parts)
                 sealed = {fqn: item for fqn, (_, item) in saved.items()}
                 manifest = describe(target, staged, index, parts, tensors, sealed)
                 manifest = replace(
@@ -490,7 +490,7 @@ def write(
     )
 
 
-def _prints(layout: SaveLayout, shares: Mapping[str, int]) -> list[int]:
+def _fingerprints(layout: SaveLayout, shares: Mapping[str, int]) -> list[int]:
     """Returns this rank's share of every tensor's fingerprint."""
     values = [0] * layout.task.num_tensors
     for number, tensor in zip(layout.task.shards, layout.task.numbers, strict=True):
@@ -499,7 +499,7 @@ def _prints(layout: SaveLayout, shares: Mapping[str, int]) -> list[int]:
 
 
 def _seal(
-    head: MetadataHead, prints: Sequence[int], parts: Sequence[RankFile]
+    head: MetadataHead, fingerprints: Sequence[int], parts: Sequence[RankFile]
 ) -> dict[str, SealedTensor]:
     moments: dict[str, Moments] = {}
     for part in parts:
@@ -507,7 +507,7 @@ def _seal(
     found = {fqn: one.result() for fqn, one in moments.items()}
     tensors = {
         fqn: sealed._replace(fingerprint=f"{value:016x}", statistics=found.get(fqn))
-        for (fqn, sealed), value in zip(head.tensors, prints, strict=True)
+        for (fqn, sealed), value in zip(head.tensors, fingerprints, strict=True)
     }
     return tensors | {
         fqn: tensors[other] for fqn, other in head.aliases.items() if other in tensors

@@ -15,7 +15,7 @@ from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.laps import Laps
 from ckpt_tools.core.plan import Literal, Slot, Target, plan_transfer
-from ckpt_tools.engine.run import Progress, run_batches
+from ckpt_tools.engine.execute import Progress, execute_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Batch, schedule, tile_bytes
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.engine.statistics import Moments
@@ -147,7 +147,7 @@ def write_part(
     laps = Laps()
     try:
         sink.open()
-        run_batches(
+        execute_batches(
             plan.batches,
             MemoryStore({str(number): view for number, view in enumerate(memory)}),
             sink,

@@ -14,12 +14,12 @@ from typing import NamedTuple
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.loop.steps import rollback
-from ckpt_tools.loop.steps.policy import Retention
 from ckpt_tools.loop.steps.retention import remove_step, retain
 from ckpt_tools.loop.steps.waiting import wait_for_thread, with_hint
 from ckpt_tools.operations.copy import copy
 from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.manifest import Manifest
+from ckpt_tools.publish.policy import Retention
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.steps import (
     STEP_FORMATS,

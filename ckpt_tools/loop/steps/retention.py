@@ -15,10 +15,10 @@ from typing import Any
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
 from ckpt_tools.formats.base import PIN
-from ckpt_tools.loop.steps.policy import Retention, has_metric
 from ckpt_tools.operations.thin import thin_steps
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.find_manifest import find_manifest
+from ckpt_tools.publish.policy import Retention, counts, has_metric
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.staying import MAX_NAMES, files_to_keep, reason_to_stay
 from ckpt_tools.publish.steps import Step, damage, find_step, look_at, survey
@@ -63,30 +63,13 @@ def removable(
         rules: which complete steps stay.
         kept: paths that stay whatever the rules say.
     """
-    complete = [s for s in steps if _counts(s)]
+    complete = [s for s in steps if counts(s)]
     stay = {str(path) for path in kept} | _reasons(complete, rules).keys()
     return [s for s in complete if s.is_removable and str(s.path) not in stay]
 
 
 def _reasons(complete: Sequence[Step], rules: Retention) -> dict[str, str]:
     return rules.reasons(complete, dt.datetime.now(dt.UTC))
-
-
-def _counts(step: Step) -> bool:
-    """Tells whether a step protects a run, so that older ones may go.
-
-    Such a step is complete, and its manifest has the step's own number. Without a manifest, nothing
-    proves a step. Without a number, a copy of an old step could stand for the newest one. Of two
-    directories with one number, one is a copy, and neither counts.
-    """
-    return (
-        not step.twin
-        and step.manifest is not None
-        and step.manifest.step == step.number
-        and not step.problem
-        and not step.superseded_by
-        and not os.path.islink(step.path)
-    )
 
 
 def prune_steps(
@@ -132,7 +115,7 @@ def prune_steps(
         left = [s for s in steps if str(s.path) not in passed and str(s.path) not in damaged]
         now = {(s.name, s.attempt) for s in removable(left, rules, kept)}
         to_remove = [step for step in to_remove if (step.name, step.attempt) in now]
-    counted = [step for step in steps if _counts(step) and str(step.path) not in damaged]
+    counted = [step for step in steps if counts(step) and str(step.path) not in damaged]
     result = Pruned(damaged=damaged, policies=_reasons(counted, rules))
     for step in steps:
         if step.twin:
@@ -226,7 +209,7 @@ def _choose(
     while True:
         steps = [s for s in steps if str(s.path) not in damaged]
         to_remove = rule(list(steps))
-        left = [s for s in steps if _counts(s) and s not in to_remove]
+        left = [s for s in steps if counts(s) and s not in to_remove]
         doubtful = left[-keep_last:] if reads else left[-1:] if reads is None else []
         step = next((s for s in reversed(doubtful) if str(s.path) not in sound), None)
         if not to_remove or step is None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt_tools.core.catalog import Catalog, TensorEntry
 from ckpt_tools.core.plan import plan_values
-from ckpt_tools.engine.run import run_batches
+from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
 from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import FormatError, IntegrityError, PlanError, StorageError, printable
@@ -235,7 +235,7 @@ def _are_equal(source: Source, a: TensorEntry, b: TensorEntry) -> bool:
     if a.chunks == b.chunks:
         return True
     both, sink = [replace(a, fqn="a"), replace(b, fqn="b")], HashSink()
-    run_batches(
+    execute_batches(
         schedule(
             plan_values(both),
             source.format.locate(source.store, both),
@@ -245,8 +245,8 @@ def _are_equal(source: Source, a: TensorEntry, b: TensorEntry) -> bool:
         sink,
         2,
     )
-    prints = sink.fingerprints.join()
-    return prints["a"] == prints["b"]
+    fingerprints = sink.fingerprints.join()
+    return fingerprints["a"] == fingerprints["b"]
 
 
 def check_loads(folder: str) -> None:

@@ -23,8 +23,8 @@ from ckpt_tools.core.box import Box
 from ckpt_tools.core.catalog import RAW, Catalog, TensorEntry, model_only
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.engine.execute import Alter
 from ckpt_tools.engine.kernels import cast
-from ckpt_tools.engine.run import Alter
 from ckpt_tools.errors import FormatError, IntegrityError, PlanError, printable
 from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.publish.manifest import Manifest

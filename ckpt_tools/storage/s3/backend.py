@@ -84,7 +84,7 @@ class S3Backend:
         head = self._s3.head(url, path)
         return (int(head["ContentLength"]), str(head.get("ETag", ""))) if head else None
 
-    def look(self, url: str, path: str) -> SmallObject | None:
+    def read_small(self, url: str, path: str) -> SmallObject | None:
         """See `Backend`. This takes one request."""
         answer = self._s3.get(url, path)
         if not answer:

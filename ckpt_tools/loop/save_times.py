@@ -15,7 +15,7 @@ SAVE_NOW = ".save-now"
 _LOOK_S = 10.0  # between two requests to an object store
 
 
-class SaveSchedule:
+class SaveTimes:
     """The reasons for a save, as rank 0 knows them.
 
     Attributes:

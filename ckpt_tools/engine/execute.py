@@ -74,7 +74,7 @@ class Totals:
                 self.overflowed[fqn] = self.overflowed.get(fqn, 0) + count
 
 
-def run_batches(
+def execute_batches(
     batches: Iterable[Batch],
     store: Store,
     sink: Sink,

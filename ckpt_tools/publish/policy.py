@@ -72,13 +72,17 @@ class Retention:
             found.setdefault(str(step.path), []).append(reason)
         return {path: ", ".join(reasons) for path, reasons in found.items()}
 
+    def is_multiple(self, step: Step) -> bool:
+        """Tells whether `every` keeps a step."""
+        return self.every is not None and step.number % self.every == 0
+
     def _kept(self, steps: Sequence[Step], now: dt.datetime) -> Iterator[tuple[Step, str]]:
         last = len(steps) if self.last is None else self.last
         for step in steps[-last:] if last else ():
             yield step, "all stay" if self.last is None else f"the newest {last}"
         yield from _newest_finite(steps)
         for step in steps:
-            if self.every and step.number % self.every == 0:
+            if self.is_multiple(step):
                 yield step, f"a multiple of {self.every}"
             if self.younger_s and _age_s(step, now) < self.younger_s:
                 yield step, f"younger than {format_period(self.younger_s)}"
@@ -89,6 +93,23 @@ class Retention:
             for step in ranked(steps, self.metric, self.higher_is_better)[: self.best]:
                 value = metric_of(step, self.metric)
                 yield step, f"the best {self.best} by {self.metric} ({value:g})"
+
+
+def counts(step: Step) -> bool:
+    """Tells whether a step protects a run, so that older ones may go.
+
+    Such a step is complete, and its manifest has the step's own number. Without a manifest, nothing
+    proves a step. Without a number, a copy of an old step could stand for the newest one. Of two
+    directories with one number, one is a copy, and neither counts.
+    """
+    return (
+        not step.twin
+        and step.manifest is not None
+        and step.manifest.step == step.number
+        and not step.problem
+        and not step.superseded_by
+        and not os.path.islink(step.path)
+    )
 
 
 def check_rules(rules: object) -> None:
