@@ -172,7 +172,8 @@ class Reader:
         self._buffers: dict[str, Bytes] = {}
         self.seen: list[tuple[str, int, int, int]] = []
 
-    def _read(self, file: str, start: int, into: Bytes) -> None:
+    def read(self, file: str, start: int, into: Bytes) -> None:
+        """Reads one range of a file."""
         self.store.read_into(file, start, into.data)
         self._note(file, start, into)
 
@@ -205,10 +206,10 @@ class Reader:
                 read_nbytes += read.nbytes
                 into = _in_place(tile, read, data)
                 if into is not None:
-                    self._read(read.file, read.start, into)
+                    self.read(read.file, read.start, into)
                 else:
                     part = self.room("scratch", read.nbytes)[: read.nbytes]
-                    self._read(read.file, read.start, part)
+                    self.read(read.file, read.start, part)
                     _place(tile, read, part, data)
         for window in coalesce(small, _GAP_NBYTES, max(_DIRECT_NBYTES, 1 << 20)):
             read_nbytes += window.nbytes
@@ -216,7 +217,7 @@ class Reader:
                 tile, read, data = pieces[window.ranges[0].tag]
                 into = _in_place(tile, read, data)
                 if into is not None:
-                    self._read(read.file, read.start, into)
+                    self.read(read.file, read.start, into)
                     continue
             part = self.room("scratch", window.nbytes)[: window.nbytes]
             self.store.read_into(window.file, window.start, part.data)

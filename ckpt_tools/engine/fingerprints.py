@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ckpt_tools.core.box import Box, flat_start, is_flat, row_major_strides, whole
 from ckpt_tools.core.checksum import combine_crc64nvme, crc64nvme, join_crc64
+from ckpt_tools.core.plan import TensorPlan
 from ckpt_tools.engine.kernels import Bytes
 from ckpt_tools.engine.schedule import Tile
 from ckpt_tools.ranks.base import Group
@@ -97,17 +98,20 @@ class Fingerprints:
         itemsize = tensor.dst_dtype.itemsize
         start = flat_start(tile.box, tensor.shape) * itemsize
         if is_flat(tile.box, tensor.shape):
-            self.noted.pieces.setdefault(tensor.fqn, HashedRanges()).append(
-                HashedRange(start, tile.dst_nbytes, crc, 0)
-            )
-        elif self.joined is join_crc64:
+            self.add_range(tensor, start, tile.dst_nbytes, crc)
+            return
+        if self.joined is join_crc64:
             share = share_of(data, tile.box, tensor.shape, itemsize)
             self.noted.shares.setdefault(tensor.fqn, HashedRanges()).append(
                 HashedRange(start, tile.dst_nbytes, share, 0)
             )
-        else:
-            return
-        self.noted.sizes[tensor.fqn] = whole(tensor.shape).numel * itemsize
+            self.noted.sizes[tensor.fqn] = whole(tensor.shape).numel * itemsize
+
+    def add_range(self, tensor: TensorPlan, start: int, nbytes: int, crc: int) -> None:
+        """Notes the checksum of a range of a tensor's row-major bytes."""
+        pieces = self.noted.pieces.setdefault(tensor.fqn, HashedRanges())
+        pieces.append(HashedRange(start, nbytes, crc, 0))
+        self.noted.sizes[tensor.fqn] = whole(tensor.shape).numel * tensor.dst_dtype.itemsize
 
     def share(self, group: Group) -> None:
         """Merges the notes of all ranks of a group."""

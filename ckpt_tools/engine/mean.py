@@ -9,12 +9,12 @@ import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy import typing as npt
 
-from ckpt_tools.core.box import Box, bands, flat_range_boxes
+from ckpt_tools.core.box import Box, bands, flat_range_boxes, flat_start
 from ckpt_tools.core.catalog import Extent
 from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.core.dtypes import DType
@@ -32,6 +32,7 @@ from ckpt_tools.storage.base import Capabilities, Traffic
 
 _PIECE_NUMEL = 1 << 17  # its sums, and what is read of one checkpoint, stay in a processor's cache
 _BLOCK_NUMEL = 1 << 15
+_MAX_RUNS = 64
 Doubles = npt.NDArray[np.float64]
 
 
@@ -167,7 +168,8 @@ class MeanStore:
                 (read.file, read.start, read.nbytes)
                 for path, start, nbytes in wanted
                 for box in self._boxes(path, start, nbytes)
-                for read in Sources(term.tensors[path], term.located).reads(box)
+                for piece in bands(box, _PIECE_NUMEL)
+                for read in Sources(term.tensors[path], term.located).reads(piece)
             )
             term.store.will_read(reads, is_all)
 
@@ -180,81 +182,66 @@ class MeanStore:
             at += nbytes
 
     def _boxes(self, path: str, start: int, nbytes: int) -> list[Box]:
+        """Returns the contiguous boxes of a range of bytes."""
         itemsize = self._dtypes[path].itemsize
         first, stop = start // itemsize, (start + nbytes) // itemsize
         if start % itemsize or nbytes % itemsize:
             raise StorageError(f"a range of {printable(path)} cuts an element: {start}, {nbytes}")
-        boxes = flat_range_boxes(self._shapes[path], first, stop)
-        return [piece for box in boxes for piece in bands(box, _PIECE_NUMEL)]
+        return flat_range_boxes(self._shapes[path], first, stop)
 
     def _compute(self, path: str, box: Box, into: Bytes) -> None:
-        """Fills a buffer with the mean of the elements of a box."""
-        dtype = self._dtypes[path]
-        if not dtype.is_castable:
-            self._take_last(path, box, into)
-            return
-        with np.errstate(invalid="ignore", over="ignore"):  # _check_finite tells
-            self._sum(path, box, into)
+        """Fills a buffer with the mean of the elements of a contiguous box, piece by piece."""
+        dtype, at = self._dtypes[path], 0
+        readers = self._begin(path, box)
+        for piece in bands(box, _PIECE_NUMEL):
+            nbytes = piece.numel * dtype.itemsize
+            if dtype.is_castable:
+                with np.errstate(invalid="ignore", over="ignore"):  # _check_finite tells
+                    self._sum(path, piece, readers, into[at : at + nbytes])
+            else:
+                self._take_last(path, piece, readers, into[at : at + nbytes])
+            at += nbytes
+        for reader in readers:
+            reader.note()
 
-    def _sum(self, path: str, box: Box, into: Bytes) -> None:
-        dtype = self._dtypes[path]
-        total = self._room("total", box.numel * 8).view(np.float64)
-        for number, term in enumerate(self._terms):
-            add_scaled(total, *self._read(number, path, box), term.weight, is_first=number == 0)
+    def _sum(self, path: str, box: Box, readers: Sequence[_TermReader], into: Bytes) -> None:
+        total = self._room(box.numel)
+        for number, reader in enumerate(readers):
+            add_scaled(total, *reader.read(box), reader.term.weight, is_first=number == 0)
         if math.frexp(self._divisor)[0] == 0.5:  # a power of two: its inverse is exact, and faster
             total *= 1.0 / self._divisor
         else:
             total /= self._divisor
         if not np.isfinite(total.sum()):
             self._check_finite(path, box, total)
-        overflowed = round_once(total, dtype, into)
+        overflowed = round_once(total, self._dtypes[path], into)
         self.notes.overflowed.pop((path, box), None)
         if overflowed:
             self.notes.overflowed[path, box] = overflowed
 
-    def _take_last(self, path: str, box: Box, into: Bytes) -> None:
+    def _take_last(self, path: str, box: Box, readers: Sequence[_TermReader], into: Bytes) -> None:
         """Takes the last term's elements, and notes whether another term has other ones."""
-        data, _ = self._read(len(self._terms) - 1, path, box)
+        data, _ = readers[-1].read(box)
         into[:] = data
         self.notes.differing.discard((path, box))
-        for number in range(len(self._terms) - 1):
-            if not np.array_equal(self._read(number, path, box)[0], into):
+        for reader in readers[:-1]:
+            if not np.array_equal(reader.read(box)[0], into):
                 self.notes.differing.add((path, box))
 
-    def _read(self, number: int, path: str, box: Box) -> tuple[Bytes, DType]:
-        """Returns a term's elements of a box, until the next call in this thread."""
-        term = self._terms[number]
-        tensor, reader = term.tensors[path], self._reader(number)
-        tile = Tile(tensor, box, self._sources(number, tensor).reads(box), ())
-        check_filled(tile)
-        data = self._room("raw", tile.src_nbytes)
-        reader.fill([(tile, data)])
-        noted = Fingerprints()
-        noted.add(tile, crc64nvme(data.data), data)
-        with term.lock:
-            term.fingerprints.absorb(noted.noted)
-        return data, tensor.src_dtype
+    def _begin(self, path: str, box: Box) -> list[_TermReader]:
+        """Returns this thread's readers of all terms, set to a contiguous box of a tensor."""
+        if not hasattr(self._own, "readers"):
+            self._own.readers = [_TermReader(term) for term in self._terms]
+        readers: list[_TermReader] = self._own.readers
+        for reader in readers:
+            reader.begin(path, box)
+        return readers
 
-    def _reader(self, number: int) -> Reader:
-        readers = self._own.__dict__.setdefault("readers", {})
-        if number not in readers:
-            readers[number] = Reader(self._terms[number].store, self._terms[number].watch)
-        found: Reader = readers[number]
-        return found
-
-    def _sources(self, number: int, tensor: TensorPlan) -> Sources:
-        """Returns the chunks of a tensor; each thread keeps those of its present one."""
-        kept = self._own.__dict__.setdefault("sources", {})
-        if number not in kept or kept[number][0] is not tensor:
-            kept[number] = tensor, Sources(tensor, self._terms[number].located)
-        found: Sources = kept[number][1]
-        return found
-
-    def _room(self, name: str, nbytes: int) -> Bytes:
-        rooms = self._own.__dict__.setdefault("rooms", {})
-        if name not in rooms or len(rooms[name]) < nbytes:
-            rooms[name] = empty_bytes(nbytes)
-        found: Bytes = rooms[name][:nbytes]
+    def _room(self, numel: int) -> Doubles:
+        """Returns this thread's buffer for sums."""
+        if len(getattr(self._own, "sums", ())) < numel:
+            self._own.sums = empty_bytes(numel * 8).view(np.float64)
+        found: Doubles = self._own.sums[:numel]
         return found
 
     def _check_finite(self, path: str, box: Box, total: Doubles) -> None:
@@ -265,9 +252,10 @@ class MeanStore:
         """
         if not np.isnan(total).any():
             return
-        for number, term in enumerate(self._terms):
-            values = to_float64(*self._read(number, path, box))
-            if not np.isfinite(values).all():
+        for term in self._terms:
+            again = _TermReader(term)
+            again.begin(path, box)
+            if not np.isfinite(to_float64(*again.read(box))).all():
                 raise PlanError(
                     f"no mean: {printable(path)!r} has NaN or infinity in {printable(term.name)}",
                     hint="leave this checkpoint out; ckpt stats shows its values",
@@ -282,6 +270,80 @@ class MeanStore:
         for notes in found:
             self.notes.differing |= notes.differing
             self.notes.overflowed |= notes.overflowed
+
+
+class _Run(NamedTuple):
+    """The bytes `low:high` of a box, which lie together in a file."""
+
+    low: int
+    high: int
+    file: str
+    start: int
+
+
+class _TermReader:
+    """One thread's reader of one term: contiguous boxes of its tensors, piece by piece.
+
+    The chunks of a box are looked up once for all of its pieces.
+    """
+
+    def __init__(self, term: MeanTerm) -> None:
+        self.term, self._reader = term, Reader(term.store, term.watch)
+        self._path, self._buffer = "", empty_bytes(0)
+
+    def begin(self, path: str, box: Box) -> None:
+        """Starts at a contiguous box of a tensor."""
+        if path != self._path:
+            self._path, self._tensor = path, self.term.tensors[path]
+            self._sources = Sources(self._tensor, self.term.located)
+        self._runs = self._contiguous(box)
+        self._start = flat_start(box, self._tensor.shape) * self._tensor.src_dtype.itemsize
+        self._nbytes, self._crc = 0, 0
+
+    def _contiguous(self, box: Box) -> list[_Run]:
+        """Returns the reads of a box in their order.
+
+        Returns none if one of them is strided in the box, or if there are too many: small reads
+        are better joined.
+        """
+        tile = Tile(self._tensor, box, self._sources.reads(box), ())
+        check_filled(tile)
+        runs: list[_Run] = []
+        for read in tile.reads if len(tile.reads) <= _MAX_RUNS else ():
+            at = tile.flat_range(read.box) if read.strides is None else None
+            if at is None:
+                return []
+            runs.append(_Run(*at, read.file, read.start))
+        return sorted(runs)
+
+    def read(self, piece: Box) -> tuple[Bytes, DType]:
+        """Returns the elements of the next piece of the box, until the next call."""
+        nbytes = piece.numel * self._tensor.src_dtype.itemsize
+        if len(self._buffer) < nbytes:
+            self._buffer = empty_bytes(nbytes)
+        data = self._buffer[:nbytes]
+        if self._runs:
+            self._read_runs(data)
+        else:
+            tile = Tile(self._tensor, piece, self._sources.reads(piece), ())
+            check_filled(tile)
+            self._reader.fill([(tile, data)])
+        self._crc = crc64nvme(data.data, self._crc)
+        self._nbytes += nbytes
+        return data, self._tensor.src_dtype
+
+    def _read_runs(self, data: Bytes) -> None:
+        low, high = self._nbytes, self._nbytes + len(data)
+        for run in self._runs:
+            start, stop = max(low, run.low), min(high, run.high)
+            if start < stop:
+                part = data[start - low : stop - low]
+                self._reader.read(run.file, run.start + start - run.low, part)
+
+    def note(self) -> None:
+        """Notes the checksum of the pieces that were read."""
+        with self.term.lock:
+            self.term.fingerprints.add_range(self._tensor, self._start, self._nbytes, self._crc)
 
 
 def add_scaled(
