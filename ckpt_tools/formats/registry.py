@@ -423,7 +423,7 @@ def check_metadata(store: Store) -> None:
     """
     inner, form = detect_in(store)
     try:
-        sound_catalog(inner, form)
+        read_again_if_wrong(inner, lambda: sound_catalog(inner, form))
     finally:
         inner.close()
 

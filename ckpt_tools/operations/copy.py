@@ -160,7 +160,7 @@ def copy(
             time.monotonic() - began,
             True,
         )
-    notes = read_again_if_wrong(source.store, work.do, may_retry=group.size == 1)
+    notes = read_again_if_wrong(source.store, work.do, group)
     source.store.close()
     moved = sum(work.missing.values())
     kept, client, within = (

@@ -97,7 +97,7 @@ def stats(
     ] * bool(catalog.unread)
     work = [t for fqn, t in catalog.tensors.items() if fqn not in sealed and t.nbytes]
     sink = read_again_if_wrong(
-        source.store, lambda: _measure(source, work, histogram, options), group.size == 1
+        source.store, lambda: _measure(source, work, histogram, options), group
     )
     source.store.close()
     if len(work) < len(catalog.tensors):

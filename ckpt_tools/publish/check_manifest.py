@@ -12,10 +12,11 @@ from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, shares, tile_bytes
 from ckpt_tools.engine.sinks import HashSink
-from ckpt_tools.errors import CheckpointError, StorageError, printable
+from ckpt_tools.errors import CheckpointError, IntegrityError, StorageError, printable
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.ranks.base import ALONE, Group
 from ckpt_tools.storage import Store, read
+from ckpt_tools.storage.retries import read_again_if_wrong
 
 MISSING = "is missing"
 
@@ -141,20 +142,24 @@ def execute_shared(
 
 
 def first_problem(manifest: Manifest, store: Store, reads_all: bool = False) -> str:
-    """Returns the first problem; "" if there is none.
+    """Returns the first problem; "" if there is none. Wrong bytes of a remote store are read again.
 
     Args:
         manifest: of the checkpoint.
         store: its files.
         reads_all: also read every byte.
     """
-    try:
+
+    def check() -> None:
         found = next(compare_names(manifest, store), None)
         if found is None and reads_all:
-            crcs = hash_files(
-                store, {name: sealed.nbytes for name, sealed in manifest.files.items()}
-            )
-            found = next(compare_bytes(manifest, crcs), None)
-        return str(found) if found else ""
+            files = {name: sealed.nbytes for name, sealed in manifest.files.items()}
+            found = next(compare_bytes(manifest, hash_files(store, files)), None)
+        if found is not None:
+            raise IntegrityError(str(found))
+
+    try:
+        read_again_if_wrong(store, check)
     except CheckpointError as error:
         return str(error)
+    return ""

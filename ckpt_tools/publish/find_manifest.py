@@ -10,6 +10,7 @@ from ckpt_tools.formats.registry import INDEXES
 from ckpt_tools.publish.manifest import Manifest, parse_manifest
 from ckpt_tools.storage import Store, read
 from ckpt_tools.storage.one_file import folder_of
+from ckpt_tools.storage.retries import read_again_if_wrong
 
 _READ_BYTES = 16 << 20
 
@@ -68,7 +69,7 @@ def _crc_of(store: Store, name: str) -> str:
 
 
 def read_manifest(store: Store, name: str) -> Manifest:
-    """Reads one manifest of a directory.
+    """Reads one manifest of a directory. Wrong bytes of a remote store are read again.
 
     Raises:
         FormatError: it is malformed, or too long to be a manifest.
@@ -78,7 +79,7 @@ def read_manifest(store: Store, name: str) -> Manifest:
             f"a manifest is too long: expected at most {_MAX_BYTES} bytes, got {nbytes}"
             f" ({printable(name)})"
         )
-    return parse_manifest(read(store, name), name)
+    return read_again_if_wrong(store, lambda: parse_manifest(read(store, name), name))
 
 
 def manifest_of(store: Store) -> Manifest | None:

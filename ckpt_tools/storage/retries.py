@@ -19,6 +19,7 @@ from ckpt_tools.errors import (
     StorageError,
     printable,
 )
+from ckpt_tools.ranks.base import ALONE, Group
 from ckpt_tools.storage.base import Store, Traffic
 
 T = TypeVar("T")
@@ -231,7 +232,7 @@ def appeared(url: str) -> StorageError:
     )
 
 
-def read_again_if_wrong(store: Store, read: Callable[[], T], may_retry: bool = True) -> T:
+def read_again_if_wrong(store: Store, read: Callable[[], T], group: Group = ALONE) -> T:
     """Calls `read`, and a second time if the bytes from a remote store were wrong.
 
     A bit may have flipped on the way. If the second call succeeds, a warning says so.
@@ -239,12 +240,12 @@ def read_again_if_wrong(store: Store, read: Callable[[], T], may_retry: bool = T
     Args:
         store: the store that `read` reads from.
         read: raises an IntegrityError, FormatError or CatalogError for wrong bytes.
-        may_retry: whether a second call is possible.
+        group: the processes that share the work. Only a process alone can call `read` again.
     """
     try:
         return read()
     except (IntegrityError, FormatError, CatalogError) as error:
-        if not may_retry or not store.capabilities.is_remote:
+        if group.size > 1 or not store.capabilities.is_remote:
             raise
         store.close()
         result = read()

@@ -118,7 +118,7 @@ def transfer(request: TransferRequest) -> TransferResult:
     result = read_again_if_wrong(
         request.source.store,
         lambda: Transfer(request).run(),
-        may_retry=request.options.get("group") is None,
+        request.options.get("group") or ALONE,
     )
     return result or _require(Transfer(replace(request, may_assume=False)).run())
 

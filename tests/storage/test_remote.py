@@ -470,3 +470,21 @@ def test_payloads_that_lie_elsewhere_than_usual_are_found(alignment: int, tmp_pa
     assert all(torch.equal(state["model"][name], value) for name, value in wanted.items())
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
     fs.rm("/aligned", recursive=True)
+
+
+def test_a_bit_that_flips_once_does_not_condemn_a_step(server: Server, tmp_path: Path) -> None:
+    """Retention would not count such a step, and a mirror would replace it."""
+    root = tmp_path / "run"
+    with CheckpointManager(root) as checkpoints:
+        checkpoints.save(1, {"model": nn.Linear(500, 400)}, asynchronous=False)
+    server.bucket("condemned").put(f"{root}/", "condemned/run/", recursive=True)
+    flips = 0
+    for seed in range(12):
+        with faulty(server.endpoint, 0.4, seed, ("corrupt",), most=1) as (url, log):
+            options = server.options | {"endpoint_url": url, "skip_instance_cache": True}
+            problems = ckpt_tools.check_run(
+                "s3://condemned/run", verify=True, storage_options=options
+            )
+        flips += len(log)
+        assert not problems, (seed, problems)
+    assert flips > 4
