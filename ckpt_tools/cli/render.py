@@ -425,7 +425,7 @@ def show_steps(
             else "another tool's, not counted"
         )
         state = "superseded by a rollback" if step.superseded_by else state
-        state += f", not counted: {printable(step.twin)} has the same number" if step.twin else ""
+        state += f", not counted: {step.twin_note}" if step.twin else ""
         state += ", pinned" if step.is_pinned else ""
         state += f", thinned: no {printable(', '.join(step.thinned))}" if step.thinned else ""
         state += f", not finite: {step.not_finite}" if step.not_finite else ""

@@ -76,7 +76,7 @@ def check_run(
     found = [problem for step in steps for problem in _of_step(step, verify)]
     if every is not None:
         found += _missing(steps, every)
-    sound = [step for step in steps if not step.problem and step.manifest is not None]
+    sound = [step for step in steps if step.counts]
     found += _unchanged(sound, unchanged_steps)
     found += _large_updates(sound, jump)
     return sorted(found, key=lambda problem: problem.step)
@@ -90,8 +90,7 @@ def _of_step(step: Step, verify: bool) -> Iterator[RunProblem]:
         yield RunProblem(step.number, "unsealed", "it has no manifest; ckpt seal adds one")
         return
     if step.twin:
-        text = f"{printable(step.name)} and {printable(step.twin)} have one number: neither counts"
-        yield RunProblem(step.number, "twice", text)
+        yield RunProblem(step.number, "twice", f"{printable(step.name)}: {step.twin_note}")
     for fqn in step.manifest.not_finite:
         found = step.manifest.tensors[fqn].statistics
         assert found is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -14,6 +15,7 @@ from ckpt_tools.errors import NotACheckpointError, printable
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.manifest import Manifest, SealedTensor
+from ckpt_tools.publish.policy import Retention
 from ckpt_tools.publish.steps import Step, list_all
 from ckpt_tools.transfer.options import Path_
 
@@ -87,8 +89,8 @@ class StepBytes:
 def du(root: Path_, *, storage_options: Mapping[str, Any] | None = None) -> list[StepBytes]:
     """Returns the bytes of each step of a run, by number. It reads manifests only.
 
-    The optimizer of every full step but the newest is reclaimable, and so is a step that is
-    incomplete or that a rollback has set aside.
+    The optimizer of every full step is reclaimable, except for those that `thin` keeps full by the
+    rules of `Retention(last=1)`. So is a step that is incomplete or that a rollback set aside.
 
     Args:
         root: directory of the run, a path or a URL.
@@ -101,13 +103,12 @@ def du(root: Path_, *, storage_options: Mapping[str, Any] | None = None) -> list
     steps, _ = list_all(open_root(root, storage_options))
     if not steps:
         raise NotACheckpointError(f"no steps in {printable(str(root))}")
-    full = [s for s in steps if not s.problem and not s.superseded_by and s.manifest]
-    finite = [s for s in full if s.is_finite is not False]
-    newest = next(iter([*finite[-1:], *full[-1:]]), None)
-    return [_of_step(step, step is newest) for step in steps]
+    full = [step for step in steps if step.counts and not step.thinned]
+    stays = Retention(last=1).reasons(full, dt.datetime.now(dt.UTC)) if full else {}
+    return [_of_step(step, str(step.path) in stays) for step in steps]
 
 
-def _of_step(step: Step, is_newest: bool) -> StepBytes:
+def _of_step(step: Step, stays_full: bool) -> StepBytes:
     if step.problem or step.superseded_by:
         why = "incomplete" if step.problem else "superseded by a rollback"
         return StepBytes(step, {}, 0, 0, step.nbytes, step.nbytes, f"{why}: remove it")
@@ -115,5 +116,5 @@ def _of_step(step: Step, is_newest: bool) -> StepBytes:
     model = kinds.get(WEIGHTS, 0)
     optimizer = sum(n for kind, n in kinds.items() if kind not in (WEIGHTS, OTHER))
     other = max(0, step.nbytes - model - optimizer)
-    spare = 0 if is_newest or step.is_pinned else optimizer + kinds.get(OTHER, 0)
+    spare = 0 if stays_full or step.is_pinned else optimizer + kinds.get(OTHER, 0)
     return StepBytes(step, kinds, model, optimizer, other, spare, "ckpt thin" if spare else "")

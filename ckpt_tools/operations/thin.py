@@ -37,7 +37,7 @@ from ckpt_tools.operations.merge_reshard import dtype_by_name, saved_boxes, targ
 from ckpt_tools.publish.destinations import open_destination, open_root
 from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.manifest import Manifest
-from ckpt_tools.publish.policy import Retention, counts
+from ckpt_tools.publish.policy import Retention
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.staying import reason_to_stay
 from ckpt_tools.publish.steps import Step, damage, list_steps
@@ -202,8 +202,8 @@ def _sound(steps: Sequence[Step], reads: bool, kept: dict[str, str]) -> list[Ste
         if step.problem:
             kept[str(step.path)] = f"it is not complete: {step.problem}"
         elif step.twin:
-            kept[str(step.path)] = f"{printable(step.twin)} has the same number"
-    found = [step for step in steps if counts(step)]
+            kept[str(step.path)] = step.twin_note
+    found = [step for step in steps if step.counts]
     while reads:
         newest = next((step for step in reversed(found) if not step.thinned), None)
         problem = damage(newest) if newest is not None else ""
@@ -224,12 +224,13 @@ def _chosen(
     """Yields the steps to thin, oldest first, and notes why others stay full."""
     rules = Retention(last=keep_full, every=keep_every)
     full = [step for step in steps if not step.thinned]
-    reasons = rules.reasons(full, dt.datetime.now(dt.UTC)) if full else {}
+    now = dt.datetime.now(dt.UTC)
+    reasons = rules.reasons(full, now) if full else {}
     for step in steps:
         reason = reasons.get(str(step.path), "")
-        if step.thinned and rules.is_multiple(step):
-            reason = f"a multiple of {keep_every}"
-        elif not reason and str(step.path) in held:
+        if step.thinned:  # the newest full steps are no reason to keep it
+            reason = ", ".join(rules.reasons_alone(step, now))
+        if not reason and str(step.path) in held:
             reason = "it is still needed"
         elif not reason and not (step.is_removable and _is_ours(step)):
             reason = "no save of this tool wrote it"

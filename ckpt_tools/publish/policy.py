@@ -72,9 +72,12 @@ class Retention:
             found.setdefault(str(step.path), []).append(reason)
         return {path: ", ".join(reasons) for path, reasons in found.items()}
 
-    def is_multiple(self, step: Step) -> bool:
-        """Tells whether `every` keeps a step."""
-        return self.every is not None and step.number % self.every == 0
+    def reasons_alone(self, step: Step, now: dt.datetime) -> Iterator[str]:
+        """Yields the rules that keep a step whatever the other steps are."""
+        if self.every and step.number % self.every == 0:
+            yield f"a multiple of {self.every}"
+        if self.younger_s and _age_s(step, now) < self.younger_s:
+            yield f"younger than {format_period(self.younger_s)}"
 
     def _kept(self, steps: Sequence[Step], now: dt.datetime) -> Iterator[tuple[Step, str]]:
         last = len(steps) if self.last is None else self.last
@@ -82,10 +85,8 @@ class Retention:
             yield step, "all stay" if self.last is None else f"the newest {last}"
         yield from _newest_finite(steps)
         for step in steps:
-            if self.is_multiple(step):
-                yield step, f"a multiple of {self.every}"
-            if self.younger_s and _age_s(step, now) < self.younger_s:
-                yield step, f"younger than {format_period(self.younger_s)}"
+            for reason in self.reasons_alone(step, now):
+                yield step, reason
         if self.every_s:
             for step in _spaced(steps, self.every_s):
                 yield step, f"one of each {format_period(self.every_s)}"
@@ -93,23 +94,6 @@ class Retention:
             for step in ranked(steps, self.metric, self.higher_is_better)[: self.best]:
                 value = metric_of(step, self.metric)
                 yield step, f"the best {self.best} by {self.metric} ({value:g})"
-
-
-def counts(step: Step) -> bool:
-    """Tells whether a step protects a run, so that older ones may go.
-
-    Such a step is complete, and its manifest has the step's own number. Without a manifest, nothing
-    proves a step. Without a number, a copy of an old step could stand for the newest one. Of two
-    directories with one number, one is a copy, and neither counts.
-    """
-    return (
-        not step.twin
-        and step.manifest is not None
-        and step.manifest.step == step.number
-        and not step.problem
-        and not step.superseded_by
-        and not os.path.islink(step.path)
-    )
 
 
 def check_rules(rules: object) -> None:

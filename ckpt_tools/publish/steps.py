@@ -66,6 +66,28 @@ class Step:
         return os.path.basename(self.path)
 
     @property
+    def counts(self) -> bool:
+        """Tells whether it protects a run, so that older steps may go.
+
+        Such a step is complete, and its manifest has the step's own number. Without a manifest,
+        nothing proves a step. Without a number, a copy of an old step could stand for the newest
+        one. Of two directories with one number, one is a copy, and neither counts.
+        """
+        return (
+            not self.twin
+            and self.manifest is not None
+            and self.manifest.step == self.number
+            and not self.problem
+            and not self.superseded_by
+            and not os.path.islink(self.path)
+        )
+
+    @property
+    def twin_note(self) -> str:
+        """Returns the remark on its twin; "" if it has none."""
+        return f"{printable(self.twin)} has the same number: neither counts" if self.twin else ""
+
+    @property
     def not_finite(self) -> str:
         """Returns the tensors with NaN or infinity, for a message; "" if none are known."""
         return name_some(self.manifest.not_finite) if self.manifest is not None else ""
@@ -268,9 +290,7 @@ def _with_twins(steps: Sequence[Step]) -> list[Step]:
     """Notes the steps whose number another complete step has: one of them is a copy."""
     names: dict[int, list[str]] = {}
     for step in steps:
-        is_sealed = step.manifest is not None and step.manifest.step == step.number
-        is_link = os.path.islink(step.path)
-        if is_sealed and not is_link and not step.problem and not step.superseded_by:
+        if step.counts:
             names.setdefault(step.number, []).append(step.name)
     return [
         replace(step, twin=next(name for name in same if name != step.name))

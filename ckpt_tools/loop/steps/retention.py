@@ -18,7 +18,7 @@ from ckpt_tools.formats.base import PIN
 from ckpt_tools.operations.thin import thin_steps
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.find_manifest import find_manifest
-from ckpt_tools.publish.policy import Retention, counts, has_metric
+from ckpt_tools.publish.policy import Retention, has_metric
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.staying import MAX_NAMES, files_to_keep, reason_to_stay
 from ckpt_tools.publish.steps import Step, damage, find_step, look_at, survey
@@ -63,7 +63,7 @@ def removable(
         rules: which complete steps stay.
         kept: paths that stay whatever the rules say.
     """
-    complete = [s for s in steps if counts(s)]
+    complete = [s for s in steps if s.counts]
     stay = {str(path) for path in kept} | _reasons(complete, rules).keys()
     return [s for s in complete if s.is_removable and str(s.path) not in stay]
 
@@ -115,12 +115,11 @@ def prune_steps(
         left = [s for s in steps if str(s.path) not in passed and str(s.path) not in damaged]
         now = {(s.name, s.attempt) for s in removable(left, rules, kept)}
         to_remove = [step for step in to_remove if (step.name, step.attempt) in now]
-    counted = [step for step in steps if counts(step) and str(step.path) not in damaged]
+    counted = [step for step in steps if step.counts and str(step.path) not in damaged]
     result = Pruned(damaged=damaged, policies=_reasons(counted, rules))
     for step in steps:
         if step.twin:
-            reason = f"{printable(step.twin)} has the same number, so neither counts"
-            result.kept[str(step.path)] = reason
+            result.kept[str(step.path)] = step.twin_note
     links = root.links() if to_remove else []
     for step in to_remove:
         try:
@@ -209,7 +208,7 @@ def _choose(
     while True:
         steps = [s for s in steps if str(s.path) not in damaged]
         to_remove = rule(list(steps))
-        left = [s for s in steps if counts(s) and s not in to_remove]
+        left = [s for s in steps if s.counts and s not in to_remove]
         doubtful = left[-keep_last:] if reads else left[-1:] if reads is None else []
         step = next((s for s in reversed(doubtful) if str(s.path) not in sound), None)
         if not to_remove or step is None:
