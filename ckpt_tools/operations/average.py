@@ -98,7 +98,12 @@ def average(
     if how.get("resume"):
         raise PlanError("an average is not resumed: leave --resume out")
     # the names are final: those of `merge`, or all of them where these differ
-    rest: Conversion = {**how, "model_only": True, "keep_prefix": True}
+    rest: Conversion = {
+        **how,
+        "model_only": True,
+        "keep_prefix": True,
+        "base_flag": "--config-from",
+    }
     for key in ("select", "exclude", "dtype", "keep_dtype"):
         rest.pop(key, None)  # type: ignore[misc]
     check_request(target, str(dst), rest)
@@ -128,20 +133,10 @@ def average(
             for s, f in zip(opened, factors, strict=True)
         ]
     }
-    try:
-        result = convert_source(
-            mean.source, dst, target, rest, "average", mean.version, mean.prove, about
-        )
-    except PlanError as error:
-        hint = _with_own_option(error.hint) if error.hint else None
-        raise PlanError(_with_own_option(str(error)), hint=hint) from error
-    notes = [_with_own_option(note) for note in result.notes]
-    return replace(result, left_out=mean.left_out, notes=(*notes, *mean.notes()))
-
-
-def _with_own_option(text: str) -> str:
-    """Names the option for a config as `average` has it; its `--base` is a model."""
-    return text.replace("--base", "--config-from")
+    result = convert_source(
+        mean.source, dst, target, rest, "average", mean.version, mean.prove, about
+    )
+    return replace(result, left_out=mean.left_out, notes=(*result.notes, *mean.notes()))
 
 
 def _target_of(dst: str) -> str:

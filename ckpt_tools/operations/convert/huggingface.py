@@ -86,10 +86,10 @@ def read_config(base: str | os.PathLike[str]) -> dict[str, Any]:
         config = parse_json(_read_sealed(base, "config.json"))
     except (StorageError, ValueError) as error:
         raise PlanError(
-            f"--base: no readable config.json in {printable(str(base))}: {printable(str(error))}"
+            f"no readable config.json in {printable(str(base))}: {printable(str(error))}"
         ) from error
     if not isinstance(config, dict):
-        raise PlanError(f"--base: config.json holds no table ({printable(str(base))})")
+        raise PlanError(f"config.json holds no table ({printable(str(base))})")
     return config
 
 
@@ -133,19 +133,16 @@ def adapter_config(base: str | os.PathLike[str], tensors: Mapping[str, TensorEnt
         patterns = config.get("rank_pattern") or {}
         known = {config.get("r"), *patterns.values()}
     except AttributeError:
-        raise PlanError(
-            f"--base: adapter_config.json is no object ({printable(str(base))})"
-        ) from None
+        raise PlanError(f"adapter_config.json is no object ({printable(str(base))})") from None
     except (StorageError, ValueError) as error:
         raise PlanError(
-            f"--base: no readable adapter_config.json in {printable(str(base))}:"
-            f" {printable(str(error))}"
+            f"no readable adapter_config.json in {printable(str(base))}: {printable(str(error))}"
         ) from error
     for fqn, entry in tensors.items():
         rank = entry.shape[0] if entry.shape and ".lora_A" in fqn else None
         if rank is not None and rank not in known:
             raise PlanError(
-                f"--base: adapter_config.json has r={printable(str(config.get('r')))}, and the"
+                f"adapter_config.json has r={printable(str(config.get('r')))}, and the"
                 f" adapter has rank {rank}: {printable(fqn)!r}",
                 hint="give the directory of the config that the job was made with",
             )
@@ -179,7 +176,7 @@ def base_files(
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise PlanError(
-            f"--base: config.json has half of a character that takes two ({printable(str(base))})"
+            f"config.json has half of a character that takes two ({printable(str(base))})"
         )
     files = {"config.json": text.encode()}
     for name in sorted(
@@ -193,7 +190,8 @@ def base_files(
             files[name] = _read_sealed(folder, name, min(_MAX_FILE_BYTES, left))
         except StorageError as error:
             raise PlanError(
-                f"--base: {error}", hint="move it away, or put the file itself in its place"
+                f"cannot copy a model's file: {error}",
+                hint="move it away, or put the file itself in its place",
             ) from error
     return config, files
 
@@ -221,8 +219,7 @@ def untie(source: Source, catalog: Catalog, config: Mapping[str, Any], notes: li
             f"the config ties {printable(gone)!r} to {printable(inputs[0])!r}, but they hold"
             " different values",
             hint=(
-                "set tie_word_embeddings to false in the config of --base, or find out which job"
-                " untied them"
+                "set tie_word_embeddings to false in the config, or find out which job untied them"
             ),
         )
     notes.append(f"{gone} is tied to {same[0]} and stored once")

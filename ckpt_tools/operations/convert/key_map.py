@@ -49,7 +49,7 @@ class KeyMap:
         if type(found) is not int or found < 1:
             raise PlanError(
                 f"the key map needs a number: {printable(str(value))} ({printable(self.path)})",
-                hint=f"--set {value}=N, or --base DIR",
+                hint=f"--set {value}=N; a model's config gives heads and kv_heads",
             )
         return found
 

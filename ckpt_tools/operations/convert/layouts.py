@@ -50,7 +50,7 @@ from ckpt_tools.operations.convert.huggingface import (
 )
 from ckpt_tools.operations.convert.lora import adapter_of, refuse_adapters
 from ckpt_tools.operations.convert.object_reader import unpack_objects
-from ckpt_tools.operations.convert.options import Conversion
+from ckpt_tools.operations.convert.options import Conversion, base_flag
 from ckpt_tools.operations.convert.training_state import TrainingState, put_together, refuse_unnamed
 from ckpt_tools.operations.merge_reshard import (
     check_kept,
@@ -163,8 +163,8 @@ class TargetLayout:
         base = self.how.get("base")
         if base is None:
             self.parts.notes.append(
-                f"no config and no tokenizer go along: --base {find_base(self.source.path)} would"
-                " bring them"
+                "no config and no tokenizer go along:"
+                f" {base_flag(self.how)} {find_base(self.source.path)} would bring them"
             )
         config, files = (
             base_files(base, [self._dtype(t).name for t in catalog.tensors.values()])
@@ -184,7 +184,7 @@ class TargetLayout:
         base = self.how.get("base")
         if base is None:
             raise PlanError(
-                "--to peft needs --base DIR with the adapter_config.json that the job was made with"
+                f"--to peft needs {base_flag(self.how)} DIR with the adapter_config.json of the job"
             )
         catalog = self._catalog(())
         catalog = replace(catalog, tensors=adapter_of(catalog.tensors), objects={}, paths={})

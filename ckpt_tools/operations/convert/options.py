@@ -15,7 +15,6 @@ from ckpt_tools.transfer.options import Options, Path_
 # options that apply to some targets only
 _FLAGS = {
     "ranks": "--ranks",
-    "base": "--base",
     "check": "--check",
     "mesh": "--mesh",
     "max_shard_bytes": "--max-shard-size",
@@ -24,6 +23,11 @@ _HINTS = {
     "check": "it loads the directory with transformers",
     "max_shard_bytes": "ckpt merge --max-shard-size writes shards without a config",
 }
+
+
+def base_flag(how: Mapping[str, Any]) -> str:
+    """Returns the flag that gives `base`, for messages."""
+    return str(how.get("base_flag", "--base"))
 
 
 def check_request(to: str, dst: str, how: Mapping[str, Any]) -> None:
@@ -45,7 +49,7 @@ def check_request(to: str, dst: str, how: Mapping[str, Any]) -> None:
             f"{to} is one file: expected a name that ends in {' or '.join(target.suffixes)}, got"
             f" {printable(dst)!r}"
         )
-    for option, flag in _FLAGS.items():
+    for option, flag in {"base": base_flag(how), **_FLAGS}.items():
         is_given = how.get(option) is not None and how.get(option) is not False
         is_for_map = option == "base" and how.get("key_map")
         if is_given and not is_for_map and option not in target.options:
@@ -58,7 +62,9 @@ def check_request(to: str, dst: str, how: Mapping[str, Any]) -> None:
     if how.get("settings") and not how.get("key_map"):
         raise PlanError("--set is for a key map: there is no --map")
     if how.get("check") and how.get("base") is None:
-        raise PlanError("--check needs --base DIR, whose config.json says which model it is")
+        raise PlanError(
+            f"--check needs {base_flag(how)} DIR, whose config.json says which model it is"
+        )
     if how.get("check") and is_url(dst):
         raise PlanError(
             "--check loads the result from a disk", hint="write it locally, then ckpt copy"
@@ -136,6 +142,7 @@ class Conversion(Options, total=False):
             these files are copied.
         mesh: for `per-rank`: `DEVICE:AXIS` of the job that will load the result. If absent, the
             source's, or `cuda:fsdp`.
+        base_flag: the command's flag for `base`, for messages; `--base` if absent.
         max_shard_bytes: for `hf`, upper bound of a shard's payload, 5 GB if absent.
         check: for `hf`: load the result with transformers in a separate process, and compare.
     """
@@ -154,5 +161,6 @@ class Conversion(Options, total=False):
     model_only: bool
     base: Path_ | None
     mesh: str | None
+    base_flag: str
     max_shard_bytes: int | None
     check: bool
