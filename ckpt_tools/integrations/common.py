@@ -15,7 +15,7 @@ from ckpt_tools.loop.loading.load import load
 from ckpt_tools.loop.loading.reader import open_checkpoint
 from ckpt_tools.loop.manager import CheckpointManager
 from ckpt_tools.operations.convert.convert import convert
-from ckpt_tools.publish.steps import number_in
+from ckpt_tools.publish.step_names import number_in
 from ckpt_tools.storage import is_url
 
 _INDEX = ".metadata"

@@ -30,7 +30,7 @@ from ckpt_tools.integrations.common import (
 )
 from ckpt_tools.loop.manager import CheckpointManager
 from ckpt_tools.loop.state.state_dict import RngState
-from ckpt_tools.publish.steps import number_in
+from ckpt_tools.publish.step_names import number_in
 
 _PREFIX, _STATE = "checkpoint-", "trainer_state.json"
 _Trainer: Any = Any if TYPE_CHECKING else object

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 
 from ckpt_tools.publish.policy import Retention, check_rules
-from ckpt_tools.publish.steps import STEP_FORMATS, number_in
+from ckpt_tools.publish.step_names import STEP_FORMATS, number_in
 from ckpt_tools.storage import check_url, is_url
 
 _MAX_STEP = 10**18

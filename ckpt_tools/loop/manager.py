@@ -66,12 +66,8 @@ from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.policy import Retention
 from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.steps import (
-    STEP_FORMATS,
-    Step,
-    find_latest,
-    list_steps,
-)
+from ckpt_tools.publish.step_names import STEP_FORMATS
+from ckpt_tools.publish.steps import Step, find_latest, list_steps
 from ckpt_tools.ranks.gloo import GlooGroup
 from ckpt_tools.storage import is_url, local_path
 

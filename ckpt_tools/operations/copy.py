@@ -39,7 +39,7 @@ from ckpt_tools.publish.sealed_source import checked_manifest
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
 from ckpt_tools.storage import is_url, read
 from ckpt_tools.storage.retries import appeared, read_again_if_wrong
-from ckpt_tools.transfer.distribute import RankWork, collect, open_files, stage_together
+from ckpt_tools.transfer.distribute import RankWork, collect, stage_together
 from ckpt_tools.transfer.options import Options, Path_, Reading, no_bar
 from ckpt_tools.transfer.transfer import batches_for, check_apart
 
@@ -524,7 +524,7 @@ class _Work:
         division = RankWork(plan, group, self.target)
         sink, crc_watch = division.sink(staged), RecordCrcWatch(self._records())
         try:
-            open_files(sink, group)
+            division.open_files(sink, group)
             batches = batches_for(division.plan, {}, tiles, staged.writable, division.share)
             with group.phase("copy"):
                 execute_batches(

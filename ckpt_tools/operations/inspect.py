@@ -13,7 +13,7 @@ from ckpt_tools.errors import printable, redacted
 from ckpt_tools.formats.registry import Source, open_source, suffix_of
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
-from ckpt_tools.publish.steps import is_step_name
+from ckpt_tools.publish.step_names import is_step_name
 from ckpt_tools.storage import LocalStore, Store, is_url, local_path
 from ckpt_tools.storage.base import Traffic
 

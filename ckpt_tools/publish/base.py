@@ -34,6 +34,18 @@ class UploadNotes(NamedTuple):
     uploads: Mapping[str, tuple[str, str]]
 
 
+class SharedStore(WritableStore, Protocol):
+    """The files of an attempt, for one of several processes that write them together."""
+
+    def begin(self) -> Mapping[str, str]:
+        """Begins the files that several processes write, and returns their ids for the others."""
+        ...
+
+    def join(self, ids: Mapping[str, str]) -> None:
+        """Takes the ids from the process that began the files. Call it before `create`."""
+        ...
+
+
 class Attempt(Protocol):
     """The files of one attempt, until they are published."""
 
@@ -86,8 +98,11 @@ class Attempt(Protocol):
         """
         ...
 
-    def share(self, regions: Regions) -> WritableStore:
-        """Returns the store into which one of several processes writes its regions."""
+    def share(self, regions: Regions) -> SharedStore | None:
+        """Returns the store into which one of several processes writes its regions.
+
+        Returns None if every process may write anywhere in `writable`.
+        """
         ...
 
     def copy_target(self, origin: Store) -> CopyTarget | None:

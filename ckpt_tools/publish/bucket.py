@@ -32,15 +32,15 @@ from ckpt_tools.formats.base import (
     short_name,
 )
 from ckpt_tools.formats.registry import INDEXES
-from ckpt_tools.publish.base import CopiedRange, CopyTarget, UploadNotes
+from ckpt_tools.publish.base import CopiedRange, CopyTarget, SharedStore, UploadNotes
 from ckpt_tools.publish.find_manifest import find_manifest
+from ckpt_tools.publish.lease import Lease
 from ckpt_tools.publish.leftovers import (
     files_of_attempts,
     files_of_copies,
     give_up_uploads,
     has_index,
 )
-from ckpt_tools.publish.lock import Lease
 from ckpt_tools.publish.own_files import foreign_in, is_result
 from ckpt_tools.publish.refusals import refuse_existing, refuse_foreign
 from ckpt_tools.storage import RemoteStore, Store, WritableStore, Writer, read
@@ -359,7 +359,7 @@ class RemoteAttempt:
     def prepare(self, files: Mapping[str, int]) -> None:
         """Does nothing: parts of an upload are written as a whole."""
 
-    def share(self, regions: Regions) -> WritableStore:
+    def share(self, regions: Regions) -> SharedStore:
         return SharedUploads(self, regions)
 
     def copy_target(self, origin: Store) -> CopyTarget | None:
@@ -541,7 +541,7 @@ class SharedUploads:
         """Takes where the files go, and which bytes of each this process sends."""
         self._staged, self._regions = staged, regions
         self.capabilities = staged.capabilities
-        self.upload_ids: Mapping[str, str] = {}
+        self._upload_ids: Mapping[str, str] = {}
         self._begun: dict[str, Upload] = {}
 
     def create(self, path: str, nbytes: int) -> Writer:
@@ -549,10 +549,14 @@ class SharedUploads:
         if self._regions[path] == (0, nbytes):
             return self._staged.create(path, nbytes)
         upload = self._begun[path] = self._staged.create_shared(
-            path, nbytes, self._regions[path], self.upload_ids.get(path, "")
+            path, nbytes, self._regions[path], self._upload_ids.get(path, "")
         )
         return upload
 
     def begin(self) -> dict[str, str]:
         """Begins the shared uploads, and returns their ids for the other processes."""
         return {path: upload.begin() for path, upload in self._begun.items()}
+
+    def join(self, ids: Mapping[str, str]) -> None:
+        """Takes the ids of the shared uploads."""
+        self._upload_ids = ids

@@ -10,8 +10,8 @@ from ckpt_tools.formats.base import LOCK, PIN, note_of
 from ckpt_tools.formats.registry import INDEXES
 from ckpt_tools.publish.bucket import RemoteDestination
 from ckpt_tools.publish.find_manifest import names_in
+from ckpt_tools.publish.lease import Lease
 from ckpt_tools.publish.leftovers import files_of_attempts, remove_abandoned
-from ckpt_tools.publish.lock import Lease
 from ckpt_tools.publish.run_root import GRACE_S, Leftover, RootEntries
 from ckpt_tools.storage import RemoteStore, read, write_file
 

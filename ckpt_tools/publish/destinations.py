@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.publish.base import Destination
-from ckpt_tools.publish.bucket import RemoteDestination
-from ckpt_tools.publish.bucket_root import BucketRoot
 from ckpt_tools.publish.local_destination import LocalDestination
 from ckpt_tools.publish.local_root import LocalRoot
 from ckpt_tools.publish.run_root import RunRoot
@@ -30,11 +28,11 @@ def open_destination(
             being published. On a disk only.
     """
     where = os.fspath(path)
-    return (
-        RemoteDestination(where, options)
-        if is_url(where)
-        else LocalDestination(Path(local_path(where)), accept)
-    )
+    if not is_url(where):
+        return LocalDestination(Path(local_path(where)), accept)
+    from ckpt_tools.publish.bucket import RemoteDestination  # it imports much
+
+    return RemoteDestination(where, options)
 
 
 def open_root(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> RunRoot:
@@ -51,4 +49,6 @@ def open_root(path: str | os.PathLike[str], options: Mapping[str, Any] | None = 
     if not is_url(where):
         return LocalRoot(Path(local_path(where)))
     check_url(where)
+    from ckpt_tools.publish.bucket_root import BucketRoot  # it imports much
+
     return BucketRoot(where, options)

@@ -13,9 +13,9 @@ from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.formats.base import LOCK, UPLOADS, attempt_of, is_note, note_of, short_name
 from ckpt_tools.formats.dcp.format import is_data_file, is_rank_metadata
 from ckpt_tools.formats.registry import INDEXES, is_ours
-from ckpt_tools.publish.lock import is_leased
+from ckpt_tools.publish.lease import is_leased
 from ckpt_tools.publish.run_root import Leftover
-from ckpt_tools.publish.steps import is_step_name
+from ckpt_tools.publish.step_names import is_step_name
 from ckpt_tools.storage import RemoteStore, read
 from ckpt_tools.storage.base import MAX_WHOLE_BYTES
 from ckpt_tools.storage.s3.client import S3, next_page

@@ -26,7 +26,6 @@ from ckpt_tools.publish.staging import (
 from ckpt_tools.storage import (
     LocalStore,
     Store,
-    WritableStore,
     write_file,
 )
 from ckpt_tools.storage.local import failed
@@ -226,9 +225,8 @@ class LocalAttempt:
                 (self.folder / name).unlink()
         self.writable = self._staging.open(creates=False)
 
-    def share(self, regions: Regions) -> WritableStore:
+    def share(self, regions: Regions) -> None:
         del regions  # every process may write anywhere
-        return self.writable
 
     def copy_target(self, origin: Store) -> CopyTarget | None:
         del origin

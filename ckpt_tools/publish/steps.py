@@ -7,7 +7,6 @@ never touched.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -21,12 +20,10 @@ from ckpt_tools.publish.check_manifest import first_problem
 from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.run_root import RunRoot
+from ckpt_tools.publish.step_names import STEP, STEP_FORMATS, number_in, step_name
 from ckpt_tools.publish.superseded import SUPERSEDED, RollbackNote, read_notes
 from ckpt_tools.storage import LocalStore, Store, open_store, place_of
 
-# the names under which a run may save; the first one is our own
-STEP_FORMATS = ("step-{:08d}", "step-{}", "checkpoint-{}", "global_step_{}")
-_STEP = re.compile(r"(?:step|checkpoint|global_step|epoch)[-_]?([0-9]{1,18})")
 _LOOKERS = 16  # each waits for a store
 
 
@@ -142,27 +139,6 @@ class Latest:
     not_finite: Sequence[Path | str] = ()
 
 
-def is_step_name(name: str) -> bool:
-    """Tells whether a folder of that name is a step of a run."""
-    return _STEP.fullmatch(name) is not None
-
-
-def number_in(name: str) -> int | None:
-    """Returns the number in the name of a step's directory; None for any other name."""
-    found = _STEP.fullmatch(name)
-    return int(found[1]) if found else None
-
-
-def step_name(number: int, form: str = STEP_FORMATS[0]) -> str:
-    """Returns the name of a step's directory.
-
-    Args:
-        number: of the step.
-        form: one of `STEP_FORMATS`.
-    """
-    return form.format(number)
-
-
 def list_steps(root: RunRoot, with_superseded: bool = False) -> list[Step]:
     """Returns the steps directly under a root, by number.
 
@@ -260,12 +236,12 @@ class _Found:
 def _find(root: RunRoot) -> _Found:
     stores, files = root.entries()
     steps = sorted(
-        ((int(m[1]), store) for n, store in stores.items() if (m := _STEP.fullmatch(n))),
+        ((int(m[1]), store) for n, store in stores.items() if (m := STEP.fullmatch(n))),
         key=lambda item: (item[0], -_form_of(*item)),  # of several with one number, ours is last
     )
     moved = [(m, store) for n, store in stores.items() if (m := SUPERSEDED.fullmatch(n))]
-    aside = [(int(s[1]), store, m[2]) for m, store in moved if (s := _STEP.fullmatch(m[1]))]
-    taken = {name for name in stores if _STEP.fullmatch(name) or SUPERSEDED.fullmatch(name)}
+    aside = [(int(s[1]), store, m[2]) for m, store in moved if (s := STEP.fullmatch(m[1]))]
+    taken = {name for name in stores if STEP.fullmatch(name) or SUPERSEDED.fullmatch(name)}
     others = sorted(
         f"{name}/" if name in stores else name
         for name in (*stores, *files)

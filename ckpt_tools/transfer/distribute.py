@@ -15,8 +15,7 @@ from ckpt_tools.core.plan import Plan
 from ckpt_tools.engine.partition import cut_regions, within_regions
 from ckpt_tools.engine.schedule import ALL, in_share, shares
 from ckpt_tools.engine.sinks import WriteSink
-from ckpt_tools.publish.base import Attempt, Destination
-from ckpt_tools.publish.bucket import SharedUploads
+from ckpt_tools.publish.base import Attempt, Destination, SharedStore
 from ckpt_tools.ranks.base import Group
 from ckpt_tools.storage import WritableStore
 from ckpt_tools.storage.s3.multipart import part_starts
@@ -37,6 +36,7 @@ class RankWork:
 
     def __init__(self, plan: Plan, group: Group, dst: Destination) -> None:
         self.on_disk, self._whole = not dst.names_attempts, plan.target
+        self._shared: SharedStore | None = None
         self._regions = (
             None
             if group.size == 1 or self.on_disk
@@ -51,23 +51,24 @@ class RankWork:
 
     def sink(self, staged: Attempt, writable: WritableStore | None = None) -> WriteSink:
         """Returns the sink for this rank. It writes to `writable`, or else to the attempt."""
-        shared = staged.writable if self._regions is None else staged.share(self._regions)
-        return WriteSink(self.plan.target, writable or shared, whole=self._whole)
+        if writable is None and self._regions is not None:
+            self._shared = staged.share(self._regions)
+        store = writable or self._shared or staged.writable
+        return WriteSink(self.plan.target, store, whole=self._whole)
 
-
-def open_files(sink: WriteSink, group: Group) -> None:
-    """Creates the files. Rank 0 comes first, because other ranks write into its files."""
-    ids: Mapping[str, str] = {}
-    with group.phase("create files"):
-        if group.rank == 0:
-            sink.open()
-            ids = sink.store.begin() if isinstance(sink.store, SharedUploads) else {}
-    ids = group.broadcast(ids, "uploads")
-    with group.phase("open files"):
-        if group.rank:
-            if isinstance(sink.store, SharedUploads):
-                sink.store.upload_ids = ids
-            sink.open()
+    def open_files(self, sink: WriteSink, group: Group) -> None:
+        """Creates the files. Rank 0 comes first, because other ranks write into its files."""
+        ids: Mapping[str, str] = {}
+        with group.phase("create files"):
+            if group.rank == 0:
+                sink.open()
+                ids = self._shared.begin() if self._shared is not None else {}
+        ids = group.broadcast(ids, "uploads")
+        with group.phase("open files"):
+            if group.rank:
+                if self._shared is not None:
+                    self._shared.join(ids)
+                sink.open()
 
 
 def collect(sink: WriteSink, group: Group, more: T) -> list[T]:

@@ -47,11 +47,11 @@ from ckpt_tools.publish.manifest import (
     seal_tensors,
 )
 from ckpt_tools.publish.sealed_source import checked_manifest
-from ckpt_tools.publish.steps import number_in
+from ckpt_tools.publish.step_names import number_in
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
 from ckpt_tools.storage import WritableStore, is_url, local_path
 from ckpt_tools.storage.retries import read_again_if_wrong
-from ckpt_tools.transfer.distribute import RankWork, collect, open_files, stage_together
+from ckpt_tools.transfer.distribute import RankWork, collect, stage_together
 from ckpt_tools.transfer.options import Options, no_bar
 from ckpt_tools.transfer.prove import (
     SealedFingerprint,
@@ -291,7 +291,7 @@ class Transfer:
         self.sink = sink = self.work.sink(attempt, self.server_copy)
         finished = self.resume.finished
         finished.restore(None if self.group.rank else sink, self.crcs, self.totals.overflowed)
-        open_files(sink, self.group)
+        self.work.open_files(sink, self.group)
         if self.server_copy:
             self.server_copy.add_known_slots(sink)
         with self.group.phase("copy"):

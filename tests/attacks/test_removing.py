@@ -23,7 +23,8 @@ from ckpt_tools.loop.steps.retention import pin_step, remove_step
 from ckpt_tools.publish.attempt_mark import mark_name
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.staging import trash_path
-from ckpt_tools.publish.steps import Step, list_steps, step_name
+from ckpt_tools.publish.step_names import step_name
+from ckpt_tools.publish.steps import Step, list_steps
 from tests.attacks.hostile import GIB, Run, limited
 from tests.servers.servers import Server
 

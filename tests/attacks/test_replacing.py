@@ -22,7 +22,7 @@ from ckpt_tools import CheckpointManager, IntegrityError, Retention, StorageErro
 from ckpt_tools.core.plan import Literal
 from ckpt_tools.publish.destinations import open_destination, open_root
 from ckpt_tools.publish.find_manifest import find_manifest
-from ckpt_tools.publish.lock import Lease
+from ckpt_tools.publish.lease import Lease
 from ckpt_tools.storage import LocalStore, write_file
 from tests.attacks.hostile import Run
 from tests.jobs import LONG

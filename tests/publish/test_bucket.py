@@ -24,7 +24,7 @@ from ckpt_tools import CheckpointManager, IntegrityError, StorageError
 from ckpt_tools.publish.attempt_mark import mark_name
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.find_manifest import find_manifest
-from ckpt_tools.publish.lock import Lease
+from ckpt_tools.publish.lease import Lease
 from ckpt_tools.publish.steps import list_steps
 from ckpt_tools.storage import LocalStore, RemoteStore
 from ckpt_tools.storage.s3.multipart import MAX_PARTS, MIN_PART_BYTES, part_starts

@@ -106,7 +106,7 @@ def elsewhere(fs: Any, path: str, turn: int = 0) -> None:
 def test_a_lease_of_another_machine_holds_while_it_is_renewed_and_expires_after_that(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ckpt_tools.publish.lock.LEASE_S", 4.0)
+    monkeypatch.setattr("ckpt_tools.publish.lease.LEASE_S", 4.0)
     fs, root, path = server.bucket("elsewhere"), "s3://elsewhere/run", "elsewhere/run/.ckpt.lock"
     elsewhere(fs, path)
     renewing = threading.Timer(1.5, elsewhere, (fs, path, 1))
@@ -135,7 +135,7 @@ def test_a_lease_of_another_machine_holds_while_it_is_renewed_and_expires_after_
 def test_a_lease_is_renewed_and_a_job_that_lost_it_saves_no_more(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_tools.publish.lock.RENEW_S", 0.3)
+    monkeypatch.setattr("ckpt_tools.publish.lease.RENEW_S", 0.3)
     fs, root, path = server.bucket("lost"), "s3://lost/run", "lost/run/.ckpt.lock"
     with CheckpointManager(root, storage_options=server.options) as checkpoints:
         first = fs.cat_file(path)
@@ -154,7 +154,7 @@ def test_a_lease_is_renewed_and_a_job_that_lost_it_saves_no_more(
 def test_a_job_that_was_cut_off_looks_at_its_lease_before_it_saves(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_tools.publish.lock.LEASE_S", 1.0)
+    monkeypatch.setattr("ckpt_tools.publish.lease.LEASE_S", 1.0)
     fs, root, path = server.bucket("cutoff"), "s3://cutoff/run", "cutoff/run/.ckpt.lock"
     with CheckpointManager(root, storage_options=server.options) as checkpoints:
         time.sleep(1.2)  # the thread that renews comes after 20 s
@@ -171,7 +171,7 @@ def test_a_job_that_was_cut_off_looks_at_its_lease_before_it_saves(
 def test_a_job_that_loses_its_lease_while_it_writes_does_not_commit(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_tools.publish.lock.RENEW_S", 0.3)
+    monkeypatch.setattr("ckpt_tools.publish.lease.RENEW_S", 0.3)
     fs, root = server.bucket("overtaken"), "s3://overtaken/run"
     with (
         gated(server) as (behind, gate),

@@ -19,7 +19,7 @@ from ckpt_tools import CheckpointManager, IntegrityError
 from ckpt_tools.loop.steps.retention import prune_steps
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.policy import Retention
-from ckpt_tools.publish.steps import step_name
+from ckpt_tools.publish.step_names import step_name
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 LR = b"G\x3f\xc0" + bytes(6)  # 0.125

@@ -32,7 +32,8 @@ from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.lock import RootLock
 from ckpt_tools.publish.policy import Retention
-from ckpt_tools.publish.steps import STEP_FORMATS, name_some, step_name
+from ckpt_tools.publish.step_names import STEP_FORMATS, step_name
+from ckpt_tools.publish.steps import name_some
 from ckpt_tools.publish.superseded import RollbackNote, write_note
 from ckpt_tools.ranks.gloo import GlooGroup
 

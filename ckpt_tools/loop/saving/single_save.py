@@ -23,7 +23,7 @@ from ckpt_tools.loop.state.staging import Stager
 from ckpt_tools.loop.state.state_dict import export
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import open_destination
-from ckpt_tools.publish.steps import number_in
+from ckpt_tools.publish.step_names import number_in
 from ckpt_tools.ranks.gloo import GlooGroup
 
 

@@ -21,8 +21,8 @@ from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.policy import Retention
 from ckpt_tools.publish.run_root import RunRoot
+from ckpt_tools.publish.step_names import STEP_FORMATS, step_name
 from ckpt_tools.publish.steps import (
-    STEP_FORMATS,
     Step,
     damage,
     find_latest,
@@ -30,7 +30,6 @@ from ckpt_tools.publish.steps import (
     list_newer,
     list_steps,
     rollbacks,
-    step_name,
 )
 from ckpt_tools.publish.superseded import RollbackNote, remove_note, write_note
 from ckpt_tools.storage import LocalStore
