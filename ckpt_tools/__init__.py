@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ckpt_tools.loop.loading.reader import Checkpoint, StoredTensor
     from ckpt_tools.loop.loading.reader import open_checkpoint as open
     from ckpt_tools.loop.manager import CheckpointManager
-    from ckpt_tools.loop.saving.export import HuggingFace
+    from ckpt_tools.loop.saving.huggingface_copies import HuggingFace
     from ckpt_tools.loop.saving.save import SaveReport
     from ckpt_tools.loop.saving.single_save import save
     from ckpt_tools.loop.state.ema import Ema
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.verify import VerifyResult, verify
     from ckpt_tools.publish.check_manifest import Problem
     from ckpt_tools.publish.manifest import Manifest
-    from ckpt_tools.publish.policy import Retention
+    from ckpt_tools.publish.retention_rules import Retention
     from ckpt_tools.publish.steps import Step
     from ckpt_tools.transfer.result import TransferResult
 
@@ -150,12 +150,12 @@ _LAZY = {
     "RngState": "loop.state.state_dict",
     "save": "loop.saving.single_save",
     "Ema": "loop.state.ema",
-    "HuggingFace": "loop.saving.export",
+    "HuggingFace": "loop.saving.huggingface_copies",
     "latest": "loop.steps.runs",
     "steps": "loop.steps.runs",
     "prune": "loop.steps.runs",
     "Pruned": "loop.steps.retention",
-    "Retention": "publish.policy",
+    "Retention": "publish.retention_rules",
     "Step": "publish.steps",
     "SaveReport": "loop.saving.save",
     "LoadReport": "loop.loading.load_request",

@@ -191,7 +191,7 @@ def prune(
     from ckpt_tools.cli import render
     from ckpt_tools.loop.steps.retention import prune_steps as operation
     from ckpt_tools.publish.destinations import open_root
-    from ckpt_tools.publish.policy import Retention, refuse_unknown_metric
+    from ckpt_tools.publish.retention_rules import Retention, refuse_unknown_metric
 
     if (keep_best is None) != (metric is None) or (higher_is_better and metric is None):
         raise typer.BadParameter("--keep-best and --metric need each other")
@@ -243,7 +243,7 @@ def best(
     """
     from ckpt_tools.cli import render
     from ckpt_tools.publish.destinations import open_root
-    from ckpt_tools.publish.policy import metric_of, ranked, refuse_unknown_metric
+    from ckpt_tools.publish.retention_rules import metric_of, ranked, refuse_unknown_metric
 
     where = open_root(root, parse_storage_options(storage_option))
     steps = [step for step in refuse_unknown_metric(where, metric) if not step.problem]

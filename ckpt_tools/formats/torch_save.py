@@ -43,7 +43,7 @@ from ckpt_tools.formats.pickle.state import (
 from ckpt_tools.formats.pickle.write import TensorRecord
 from ckpt_tools.formats.safetensors import compare_index, read_index, shard_size
 from ckpt_tools.formats.zip.read import LOCAL, ZipRecord, data_start, read_directory
-from ckpt_tools.formats.zip.write import Archive
+from ckpt_tools.formats.zip.write import TorchArchive
 from ckpt_tools.storage import Store, read
 
 # an expanded tensor of a few bytes could keep a reader busy for days
@@ -428,7 +428,7 @@ def lay_out(request: Request) -> Target:
     """
     keys = {tensor.fqn: str(number) for number, tensor in enumerate(request.tensors)}
     held = {t.fqn: TensorRecord(t.dtype, t.shape, keys[t.fqn]) for t in request.tensors}
-    archive = Archive(nested({**held, **request.values}, request.paths))
+    archive = TorchArchive(nested({**held, **request.values}, request.paths))
     name, slots = request.file_name, {}
     for tensor in request.tensors:
         box = whole(tensor.shape)

@@ -7,7 +7,7 @@ import operator
 import os
 from collections.abc import Callable
 
-from ckpt_tools.publish.policy import Retention, check_rules
+from ckpt_tools.publish.retention_rules import Retention, check_rules
 from ckpt_tools.publish.step_names import STEP_FORMATS, number_in
 from ckpt_tools.storage import check_url, is_url
 

@@ -49,8 +49,8 @@ from ckpt_tools.loop.preemption import Preemption
 from ckpt_tools.loop.save_times import SaveTimes
 from ckpt_tools.loop.saving.background import BackgroundWriter, PendingSave
 from ckpt_tools.loop.saving.collect import Collected, Collector, SaveRequest
-from ckpt_tools.loop.saving.export import Exporter, HuggingFace
 from ckpt_tools.loop.saving.hooks import Hooks, OnCommit, OnError
+from ckpt_tools.loop.saving.huggingface_copies import Exporter, HuggingFace
 from ckpt_tools.loop.saving.limits import WriteLimits
 from ckpt_tools.loop.saving.save import SaveReport
 from ckpt_tools.loop.search import StepSearch
@@ -64,7 +64,7 @@ from ckpt_tools.loop.steps.mirror import Mirror
 from ckpt_tools.loop.steps.waiting import retry_outage
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.policy import Retention
+from ckpt_tools.publish.retention_rules import Retention
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.step_names import STEP_FORMATS
 from ckpt_tools.publish.steps import Step, find_latest, list_steps

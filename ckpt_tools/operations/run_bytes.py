@@ -15,7 +15,7 @@ from ckpt_tools.errors import NotACheckpointError, printable
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.manifest import Manifest, SealedTensor
-from ckpt_tools.publish.policy import Retention
+from ckpt_tools.publish.retention_rules import Retention
 from ckpt_tools.publish.steps import Step, list_all
 from ckpt_tools.transfer.options import Path_
 

@@ -37,9 +37,9 @@ from ckpt_tools.operations.merge_reshard import dtype_by_name, saved_boxes, targ
 from ckpt_tools.publish.destinations import open_destination, open_root
 from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.manifest import Manifest
-from ckpt_tools.publish.policy import Retention
+from ckpt_tools.publish.reasons_to_stay import reason_to_stay
+from ckpt_tools.publish.retention_rules import Retention
 from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.staying import reason_to_stay
 from ckpt_tools.publish.steps import Step, damage, list_steps
 from ckpt_tools.storage import open_store, read
 from ckpt_tools.transfer.options import Options, Path_, Reading

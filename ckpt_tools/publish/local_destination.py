@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.core.plan import Literal
 from ckpt_tools.engine.partition import Regions
 from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.publish import journal, local
+from ckpt_tools.publish import journal, local_commit
 from ckpt_tools.publish.attempt_mark import MARK
 from ckpt_tools.publish.base import Attempt, CopyTarget, UploadNotes
 from ckpt_tools.publish.check_manifest import hash_files
@@ -78,7 +78,7 @@ class LocalDestination:
 
     def check(self, overwrite: bool, known: Container[str] = ()) -> None:
         del known
-        local.check_destination(self.path, overwrite, foreign_files)
+        local_commit.check_destination(self.path, overwrite, foreign_files)
 
     def name(self, file: str, attempt: str) -> str:
         del attempt
@@ -100,13 +100,13 @@ class LocalDestination:
 
     def add_note(self, name: str, data: bytes, attempt: str) -> None:
         folder = self.path if self.path.is_dir() else self.path.parent
-        local.add_file(folder, name, data, attempt)
+        local_commit.add_file(folder, name, data, attempt)
 
     def give_up_uploads(self, names: Container[str]) -> None:
         """Does nothing: a disk has no uploads."""
 
     def check_room(self, nbytes: int) -> None:
-        local.check_room(self.path, nbytes)
+        local_commit.check_room(self.path, nbytes)
 
     can_resume, names_attempts = True, False
 
@@ -254,7 +254,7 @@ class LocalAttempt:
         if self._accept is not None:
             self._accept(str(self.folder))
         if self._single:
-            local.publish_file(
+            local_commit.publish_file(
                 self._staging,
                 self._single,
                 manifest.file if manifest else "",
@@ -262,5 +262,5 @@ class LocalAttempt:
                 foreign_files,
             )
         else:
-            local.publish_directory(self._staging, self._overwrite, foreign_files)
+            local_commit.publish_directory(self._staging, self._overwrite, foreign_files)
         return []

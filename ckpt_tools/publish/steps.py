@@ -19,9 +19,9 @@ from ckpt_tools.formats.registry import INDEXES, check_metadata, detect_in
 from ckpt_tools.publish.check_manifest import first_problem
 from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.manifest import Manifest
+from ckpt_tools.publish.rollback_notes import SUPERSEDED, RollbackNote, read_notes
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.step_names import STEP, STEP_FORMATS, number_in, step_name
-from ckpt_tools.publish.superseded import SUPERSEDED, RollbackNote, read_notes
 from ckpt_tools.storage import LocalStore, Store, open_store, place_of
 
 _LOOKERS = 16  # each waits for a store

@@ -22,8 +22,8 @@ from ckpt_tools import (
     StorageError,
 )
 from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.rollback_notes import RollbackNote
 from ckpt_tools.publish.steps import list_steps
-from ckpt_tools.publish.superseded import RollbackNote
 from ckpt_tools.storage import LocalStore, RemoteStore, read
 from ckpt_tools.storage.base import check_path
 from tests.attacks.hostile import (

@@ -223,7 +223,7 @@ def staged_names(source: Path) -> list[str]:
     work = source.parent / "guess"
     work.mkdir()
     code = (
-        "import sys, ckpt_tools, ckpt_tools.publish.local as local, os\n"
+        "import sys, ckpt_tools, ckpt_tools.publish.local_commit as local, os\n"
         "local.publish_directory = lambda staged, *_: os._exit(9)\n"
         "ckpt_tools.copy(sys.argv[1], sys.argv[2])"
     )

@@ -19,7 +19,7 @@ import torch
 from ckpt_tools import CheckpointManager, StorageError
 from ckpt_tools.loop.steps.retention import prune_steps
 from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.policy import Retention
+from ckpt_tools.publish.retention_rules import Retention
 from ckpt_tools.publish.steps import damage, list_steps
 from tests.command import run_job
 from tests.conftest import HERE

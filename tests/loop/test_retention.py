@@ -26,7 +26,7 @@ from ckpt_tools.loop.steps.retention import pin_step, prune_steps, removable
 from ckpt_tools.publish.attempt_mark import mark_name
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.manifest import Manifest
-from ckpt_tools.publish.policy import Retention
+from ckpt_tools.publish.retention_rules import Retention
 from ckpt_tools.publish.step_names import step_name
 from ckpt_tools.publish.steps import Step, list_steps
 from tests.servers.servers import Server

@@ -17,7 +17,7 @@ import torch
 from ckpt_tools import CheckpointManager, StorageError
 from ckpt_tools.loop.steps.retention import prune_steps
 from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.policy import Retention
+from ckpt_tools.publish.retention_rules import Retention
 from ckpt_tools.publish.step_names import step_name
 from ckpt_tools.publish.steps import damage, find_latest, latest_of, list_steps, rollbacks
 from tests.servers.servers import Server

@@ -20,7 +20,7 @@ from ckpt_tools.loop.steps.retention import removable
 from ckpt_tools.publish.attempt_mark import mark_name
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.manifest import parse_manifest
-from ckpt_tools.publish.policy import Retention
+from ckpt_tools.publish.retention_rules import Retention
 from ckpt_tools.publish.step_names import step_name
 from ckpt_tools.publish.steps import Step, damage, find_latest, list_steps
 

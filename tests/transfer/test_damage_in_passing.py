@@ -18,7 +18,7 @@ import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError
 from ckpt_tools.loop.steps.retention import prune_steps
 from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.policy import Retention
+from ckpt_tools.publish.retention_rules import Retention
 from ckpt_tools.publish.step_names import step_name
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -24,7 +24,7 @@ from ckpt_tools.formats.torch_save import (
     UnreadValues,
     read_leaves,
 )
-from ckpt_tools.formats.zip.write import Archive
+from ckpt_tools.formats.zip.write import TorchArchive
 from ckpt_tools.storage import Store
 
 _WEIGHT = "fp32"
@@ -159,7 +159,7 @@ def lay_out(request: Request) -> Target:
     trailers: list[Trailer] = []
 
     def add(name: str, state: Any, tensor: TargetTensor | None = None) -> None:
-        archive = Archive(state)
+        archive = TorchArchive(state)
         if tensor is not None:
             box = whole(tensor.shape)
             slots[tensor.fqn] = (
@@ -207,7 +207,7 @@ def lay_out(request: Request) -> Target:
         **request.values["states"],
     }
     add("zero_pp_rank_0_mp_rank_00_model_states.pt", states)
-    index = Archive(states)
+    index = TorchArchive(states)
     index.finish()
     last = Literal("mp_rank_00_model_states.pt", 0, b"".join(data for _, data in index.parts))
     return Target("deepspeed", files, slots, tuple(literals), tuple(trailers), last, 1)

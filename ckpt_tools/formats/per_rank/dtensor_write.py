@@ -39,7 +39,7 @@ from ckpt_tools.formats.pickle.write import (
     opcodes,
 )
 from ckpt_tools.formats.torch_save import nested
-from ckpt_tools.formats.zip.write import Archive
+from ckpt_tools.formats.zip.write import TorchArchive
 
 # placeholders for a rank's part of a tensor, and for the mesh
 _PART, _MESH = GlobalName("", "part"), GlobalName("", "mesh")
@@ -77,7 +77,7 @@ def lay_out(request: Request) -> Target:
         }
         for key, state in nested({**held, **request.values}, request.paths).items():
             name = f"{key}_world_size_{request.world_size}_rank_{rank}.pt"
-            archive = Archive(state)
+            archive = TorchArchive(state)
             archive.add(f"data/{_RANKS}", numbers)
             for number, tensor in enumerate(request.tensors):
                 if request.paths[tensor.fqn][0] == key:

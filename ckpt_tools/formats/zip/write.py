@@ -34,7 +34,7 @@ class CrcTail(NamedTuple):
     render: Callable[[int], bytes]
 
 
-class Archive:
+class TorchArchive:
     """An archive under construction.
 
     `parts` are the known bytes. `tails` are the bytes that need a payload's CRC-32.
@@ -112,7 +112,7 @@ def wrap(dtype: DType, sizes: tuple[int, ...]) -> ArchiveWrapping:
     The payload is left out.
     """
     nbytes = math.prod(sizes) * dtype.itemsize
-    archive = Archive(TensorRecord(dtype, sizes, "0"))
+    archive = TorchArchive(TensorRecord(dtype, sizes, "0"))
     start = archive.room("0", nbytes)
     archive.finish()
     prefix = b"".join(data for at, data in archive.parts if at < start)
@@ -135,7 +135,7 @@ def render_archive(value: Any) -> bytes:
     Raises:
         PlanError: the value is not plain; see `pickled`.
     """
-    archive = Archive(value)
+    archive = TorchArchive(value)
     archive.finish()
     return b"".join(data for _, data in archive.parts)
 

@@ -17,8 +17,8 @@ from ckpt_tools.core.laps import format_laps
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.formats.base import new_attempt
-from ckpt_tools.loop.saving.export import Exporter
 from ckpt_tools.loop.saving.hooks import Hooks
+from ckpt_tools.loop.saving.huggingface_copies import Exporter
 from ckpt_tools.loop.saving.limits import WriteLimits
 from ckpt_tools.loop.saving.save import SaveExtras, SaveLayout, SaveReport, write
 from ckpt_tools.loop.state.archives import ReadBack
@@ -31,10 +31,10 @@ from ckpt_tools.loop.steps.waiting import tries_again, wait_for, with_hint
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.lock import RootLock
-from ckpt_tools.publish.policy import Retention
+from ckpt_tools.publish.retention_rules import Retention
+from ckpt_tools.publish.rollback_notes import RollbackNote, write_note
 from ckpt_tools.publish.step_names import STEP_FORMATS, step_name
 from ckpt_tools.publish.steps import name_some
-from ckpt_tools.publish.superseded import RollbackNote, write_note
 from ckpt_tools.ranks.gloo import GlooGroup
 
 

@@ -19,7 +19,8 @@ from ckpt_tools.loop.steps.waiting import wait_for_thread, with_hint
 from ckpt_tools.operations.copy import copy
 from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.manifest import Manifest
-from ckpt_tools.publish.policy import Retention
+from ckpt_tools.publish.retention_rules import Retention
+from ckpt_tools.publish.rollback_notes import RollbackNote, remove_note, write_note
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.step_names import STEP_FORMATS, step_name
 from ckpt_tools.publish.steps import (
@@ -31,7 +32,6 @@ from ckpt_tools.publish.steps import (
     list_steps,
     rollbacks,
 )
-from ckpt_tools.publish.superseded import RollbackNote, remove_note, write_note
 from ckpt_tools.storage import LocalStore
 
 

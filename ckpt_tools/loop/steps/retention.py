@@ -18,9 +18,9 @@ from ckpt_tools.formats.base import PIN
 from ckpt_tools.operations.thin import thin_steps
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.find_manifest import find_manifest
-from ckpt_tools.publish.policy import Retention, has_metric
+from ckpt_tools.publish.reasons_to_stay import MAX_NAMES, files_to_keep, reason_to_stay
+from ckpt_tools.publish.retention_rules import Retention, has_metric
 from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.staying import MAX_NAMES, files_to_keep, reason_to_stay
 from ckpt_tools.publish.steps import Step, damage, find_step, look_at, survey
 from ckpt_tools.storage import is_url, local_path, open_store
 from ckpt_tools.transfer.options import Reading

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import printable
 from ckpt_tools.operations.copy import copy
+from ckpt_tools.publish.rollback_notes import RollbackNote, remove_note, write_note
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.steps import Step, list_steps, rollbacks
-from ckpt_tools.publish.superseded import RollbackNote, remove_note, write_note
 
 
 def newer_than(steps: Iterable[Step], number: int) -> dict[str, str]:

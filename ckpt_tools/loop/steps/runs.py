@@ -11,7 +11,7 @@ from ckpt_tools.loop.steps.retention import Pruned, prune_steps
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish import steps as run_steps
 from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.policy import Retention, check_rules, refuse_unknown_metric
+from ckpt_tools.publish.retention_rules import Retention, check_rules, refuse_unknown_metric
 from ckpt_tools.publish.steps import Step
 
 Root = str | os.PathLike[str]
