@@ -173,7 +173,7 @@ class Catalog:
         extras: other facts that the format keeps, as strings for people.
         archives: zips that hold several entries each. Entries are views of their records, so some
             may share bytes.
-        made: files that exist in memory only. The reader made these objects and small tensors from
+        memory_files: files that exist in memory only. The reader made these objects and small tensors from
             values in metadata.
         beside: names of files and folders next to the checkpoint's own. Nothing is read from them.
         unread: tensors of kinds that ckpt does not read, such as quantized ones. Each has its kind,
@@ -193,7 +193,7 @@ class Catalog:
     ranks: Mapping[str, int] = field(default_factory=dict)
     extras: Mapping[str, str] = field(default_factory=dict)
     archives: tuple[Extent, ...] = ()
-    made: Mapping[str, bytes] = field(default_factory=dict)
+    memory_files: Mapping[str, bytes] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
     unread: Mapping[str, str] = field(default_factory=dict)
     unknown: Mapping[str, str] = field(default_factory=dict)

@@ -84,8 +84,8 @@ class _Covers:
 
 def _check_extent(catalog: Catalog, fqn: str, extent: Extent, least: int) -> CatalogError | None:
     size = (
-        len(catalog.made[extent.file])
-        if extent.file in catalog.made
+        len(catalog.memory_files[extent.file])
+        if extent.file in catalog.memory_files
         else catalog.file_sizes.get(extent.file)
     )
     if size is None:
@@ -113,7 +113,7 @@ def _check_extent(catalog: Catalog, fqn: str, extent: Extent, least: int) -> Cat
 def _are_apart(catalog: Catalog) -> bool:
     """Tells whether no two entries share bytes. False may also mean that the arrays cannot tell."""
     many = [t.chunks for t in catalog.tensors.values() if isinstance(t.chunks, ChunkTable)]
-    if not many or catalog.archives or catalog.made:
+    if not many or catalog.archives or catalog.memory_files:
         return False
     few = [
         c.extent
@@ -136,7 +136,7 @@ def _overlaps(catalog: Catalog) -> Iterator[Flaw]:
     Entries with identical ranges are tied tensors and are fine.
     """
     spans: dict[str, dict[tuple[int, int], str]] = {}
-    shared = {*catalog.made, *(archive.file for archive in catalog.archives)}
+    shared = {*catalog.memory_files, *(archive.file for archive in catalog.archives)}
     for entry in catalog.tensors.values():
         for chunk in entry.chunks:
             if chunk.extent.nbytes:

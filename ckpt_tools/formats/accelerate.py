@@ -105,7 +105,7 @@ class _Entries:
             "index_crcs": {},
         }
         self.archives: list[Any] = []
-        self.made, self.unknown = InMemoryFile(), UnreadValues()
+        self.memory_file, self.unknown = InMemoryFile(), UnreadValues()
         self.world_size: int | None = None  # only sharded state records it
         self.read: set[str] = set()  # files and folders
 
@@ -127,7 +127,7 @@ class _Entries:
             replace(
                 below(part, "", f"{key}."),
                 paths={f"{key}.{n}": path for n, path in paths.items()},
-                made={},
+                memory_files={},
             ),
             key,
         )
@@ -173,7 +173,7 @@ def _read(
         key = name.rpartition(".")[0]
         if not any(n.startswith(f"{key}.") for n in parts.tables["paths"]):
             try:
-                found = torch_save.read_files(store, [name], {}, parts.made)
+                found = torch_save.read_files(store, [name], {}, parts.memory_file)
             except (FormatError, CatalogError) as error:
                 if broken is None:
                     raise
@@ -187,7 +187,7 @@ def _read(
             parts.unknown["value of a name that is taken"] += 1
             parts.unknown.foreign[(name, *path)] = "its name is taken"
             continue
-        parts.tables["objects"][fqn] = parts.made.value(fqn, value)
+        parts.tables["objects"][fqn] = parts.memory_file.value(fqn, value)
         parts.tables["paths"][fqn] = path
     tops = {name.partition("/")[0] for name in (*files, *store.folders())}
     beside = tuple(
@@ -209,7 +209,7 @@ def _read(
         extras=extras,
         archives=tuple(parts.archives),
         beside=beside,
-        made=parts.made.files,
+        memory_files=parts.memory_file.files,
     )
 
 
@@ -232,7 +232,7 @@ def _read_model(store: Store, names: list[str], parts: _Entries) -> Catalog:
     data = sorted(set(weight_map.values())) or names
     if data[0].endswith(safetensors.SUFFIX):
         return safetensors.read_files(store, data, weight_map)
-    return torch_save.read_files(store, data, weight_map, parts.made)
+    return torch_save.read_files(store, data, weight_map, parts.memory_file)
 
 
 def key_of(name: str) -> str:

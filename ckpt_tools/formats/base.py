@@ -271,7 +271,7 @@ def below(catalog: Catalog, folder: str, prefix: str = "") -> Catalog:
     def at(extent: Extent) -> Extent:
         return (
             extent
-            if extent.file in catalog.made
+            if extent.file in catalog.memory_files
             else extent._replace(file=f"{folder}{extent.file}")
         )
 

@@ -197,13 +197,13 @@ class _Header:
         self.at += nbytes
         return self._window[low : low + nbytes]
 
-    def number(self, form: str) -> int:
+    def number(self, code: str) -> int:
         """Returns the next number."""
-        return int(struct.unpack(form, self.take(struct.calcsize(form)))[0])
+        return int(struct.unpack(code, self.take(struct.calcsize(code)))[0])
 
-    def count(self, form: str) -> int:
+    def count(self, code: str) -> int:
         """Returns the next number as a count of items; a hostile file may not have too many."""
-        found = self.number(form)
+        found = self.number(code)
         self._items += found
         if self._items > _MAX_ITEMS:
             raise FormatError(

@@ -28,7 +28,7 @@ class InMemoryFile:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """The contents by file name, as in `Catalog.made`."""
+        """The contents by file name, as in `Catalog.memory_files`."""
         return {FILE: bytes(self._data)} if self._data else {}
 
     def add(self, data: bytes) -> Extent:

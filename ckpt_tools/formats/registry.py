@@ -105,7 +105,7 @@ class Source:
         """Tells whether bytes may be damaged on their way from the store."""
         return self.store.capabilities.is_remote
 
-    def with_made(self, files: Mapping[str, bytes]) -> Source:
+    def with_memory_files(self, files: Mapping[str, bytes]) -> Source:
         """Returns the source with other files in memory over its own."""
         return replace(self, store=overlaid(self.store, files))
 
@@ -388,7 +388,12 @@ def open_source(
     """
     store, form = detect(path, options, beside)
     catalog = read_again_if_wrong(store, lambda: sound_catalog(store, form))
-    return Source(store.url, Overlay(store, catalog.made) if catalog.made else store, form, catalog)
+    return Source(
+        store.url,
+        Overlay(store, catalog.memory_files) if catalog.memory_files else store,
+        form,
+        catalog,
+    )
 
 
 def sound_catalog(store: Store, form: Format) -> Catalog:

@@ -81,7 +81,7 @@ def read_catalog(store: Store) -> Catalog:
 
 
 def read_files(
-    store: Store, names: Sequence[str], weight_map: Mapping[str, str], made: InMemoryFile
+    store: Store, names: Sequence[str], weight_map: Mapping[str, str], memory_file: InMemoryFile
 ) -> Catalog:
     """Reads some files of a directory.
 
@@ -89,7 +89,7 @@ def read_files(
         store: the directory.
         names: names of the files.
         weight_map: the file of each tensor, if there is an index.
-        made: receives the plain values, and goes into the catalog.
+        memory_file: receives the plain values, and goes into the catalog.
 
     Raises:
         FormatError, CatalogError: see `Format.read_catalog`.
@@ -119,7 +119,7 @@ def read_files(
                     fqn, value.dtype, value.sizes, (Chunk(whole(value.sizes), extents[0]),)
                 )
             else:
-                objects[fqn] = made.value(fqn, value)
+                objects[fqn] = memory_file.value(fqn, value)
     unknown = [printable(kind) for kind in others if "." in kind]
     if unknown and not tensors and not others.tensors:
         raise FormatError(
@@ -142,7 +142,7 @@ def read_files(
         sizes,
         extras=describe_unknown(others) | _top_level(paths.values()),
         archives=archives,
-        made=made.files,
+        memory_files=memory_file.files,
         unread=others.unread,
         unknown=others.unknown,
     )

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 
 from ckpt_tools.publish.retention_rules import Retention, check_rules
-from ckpt_tools.publish.step_names import STEP_FORMATS, number_in
+from ckpt_tools.publish.step_names import STEP_PATTERNS, number_in
 from ckpt_tools.storage import check_url, is_url
 
 _MAX_STEP = 10**18
@@ -107,7 +107,7 @@ def check_manager(
         raise ValueError(f"when_busy: expected 'wait' or 'skip', got {when_busy!r}")
     if type(max_failures) is not int or max_failures < 1:
         raise ValueError(f"max_failures: expected at least 1, got {max_failures!r}")
-    if step_format not in STEP_FORMATS:
+    if step_format not in STEP_PATTERNS:
         raise ValueError(
-            f"step_format: expected one of {', '.join(STEP_FORMATS)}, got {step_format!r}"
+            f"step_format: expected one of {', '.join(STEP_PATTERNS)}, got {step_format!r}"
         )

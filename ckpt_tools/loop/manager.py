@@ -66,7 +66,7 @@ from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.retention_rules import Retention
 from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.step_names import STEP_FORMATS
+from ckpt_tools.publish.step_names import STEP_PATTERNS
 from ckpt_tools.publish.steps import Step, find_latest, list_steps
 from ckpt_tools.ranks.gloo import GlooGroup
 from ckpt_tools.storage import is_url, local_path
@@ -111,7 +111,7 @@ class CheckpointManager:
         save_every_s: float | None = None,
         on_commit: OnCommit | Sequence[OnCommit] | None = None,
         on_error: OnError | Sequence[OnError] | None = None,
-        step_format: str = STEP_FORMATS[0],
+        step_format: str = STEP_PATTERNS[0],
         export: HuggingFace | None = None,
         statistics: bool = False,
         allow_not_finite: bool = False,

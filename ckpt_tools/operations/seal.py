@@ -112,11 +112,11 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
     for batch in work.batches(sizes):
         found.add(batch)
     tensors = list(work.catalog.tensors.values())
-    made = work.catalog.made  # values of pickles lie in no file
+    memory_files = work.catalog.memory_files  # values of pickles lie in no file
     objects = {
         fqn: item.extent
         for fqn, item in work.catalog.objects.items()
-        if item.extent.file not in made
+        if item.extent.file not in memory_files
     }
     (crcs,) = work.hash_ranges(objects, crc64nvme)
     data = read(folder, index) if index else b""

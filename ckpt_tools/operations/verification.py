@@ -97,7 +97,7 @@ class Verification:
                     else next(iter(self.store.list_files()))
                 )
                 self._unreadable.append(Problem(index, f"cannot be read: {error}"))
-        self.store = Overlay(self.store, self.catalog.made if self.catalog else {})
+        self.store = Overlay(self.store, self.catalog.memory_files if self.catalog else {})
         self._flaws = list(flaws(self.catalog)) if self.catalog else []
         self._jobs = num_threads(options.get("jobs"))
         self._memory = options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
@@ -288,7 +288,7 @@ class Verification:
             return [
                 self._problem(file, f"gives a value that cannot be trusted: {error}", fqn)
                 for fqn, extent in extents
-                if extent.file in catalog.made
+                if extent.file in catalog.memory_files
             ]
         return []
 

@@ -96,7 +96,12 @@ class Manifest:
 
     @classmethod
     def now(
-        cls, attempt: str, operation: str, form: str, source: Mapping[str, Any], **fields: Any
+        cls,
+        attempt: str,
+        operation: str,
+        format_name: str,
+        source: Mapping[str, Any],
+        **fields: Any,
     ) -> Manifest:
         """Returns a manifest with the current time and the version of this tool."""
         created, tool = (
@@ -108,7 +113,7 @@ class Manifest:
             created=created,
             tool=tool,
             operation=operation,
-            format=form,
+            format=format_name,
             source=source,
             **fields,
         )

@@ -107,7 +107,7 @@ def strays_of(manifest: Manifest, catalog: Catalog) -> list[str]:
     # a sealed model may be a part of a larger checkpoint, but no other model may take its place
     data = {name for name in manifest.files if name.endswith(safetensors.SUFFIX)}
     is_part = catalog.format != manifest.format and bool(data) and data <= used
-    return [] if is_part else sorted(used - sealed - catalog.made.keys())
+    return [] if is_part else sorted(used - sealed - catalog.memory_files.keys())
 
 
 def check_files(manifest: Manifest, source: Source) -> None:

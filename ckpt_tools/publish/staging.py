@@ -107,14 +107,14 @@ def staging(
             earlier attempt left one, continue it.
         takes_over: a dead attempt's staging directory, to be this one's.
     """
-    made = [p for p in target.absolute().parents if not os.path.lexists(p)]
+    new_folders = [p for p in target.absolute().parents if not os.path.lexists(p)]
     path = staging_path(target, attempt)
     lock, is_tried = -1, False
 
     def clean() -> None:
         if is_tried:
             _remove_own(path, lock, kept_glob, target)
-        for folder in made if not os.path.lexists(target) else ():
+        for folder in new_folders if not os.path.lexists(target) else ():
             with suppress(OSError):  # it is not ours alone any more
                 folder.rmdir()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 # the names under which a run may save; the first one is our own
-STEP_FORMATS = ("step-{:08d}", "step-{}", "checkpoint-{}", "global_step_{}")
+STEP_PATTERNS = ("step-{:08d}", "step-{}", "checkpoint-{}", "global_step_{}")
 
 
 STEP = re.compile(r"(?:step|checkpoint|global_step|epoch)[-_]?([0-9]{1,18})")
@@ -22,11 +22,11 @@ def number_in(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def step_name(number: int, pattern: str = STEP_FORMATS[0]) -> str:
+def step_name(number: int, pattern: str = STEP_PATTERNS[0]) -> str:
     """Returns the name of a step's directory.
 
     Args:
         number: of the step.
-        pattern: one of `STEP_FORMATS`.
+        pattern: one of `STEP_PATTERNS`.
     """
     return pattern.format(number)

@@ -21,7 +21,7 @@ from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.rollback_notes import SUPERSEDED, RollbackNote, read_notes
 from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.step_names import STEP, STEP_FORMATS, number_in, step_name
+from ckpt_tools.publish.step_names import STEP, STEP_PATTERNS, number_in, step_name
 from ckpt_tools.storage import LocalStore, Store, open_store, place_of
 
 _LOOKERS = 16  # each waits for a store
@@ -116,7 +116,7 @@ class Step:
         return (
             self.manifest is not None
             and self.manifest.operation != "seal"
-            and self.name in {step_name(self.number, form) for form in STEP_FORMATS}
+            and self.name in {step_name(self.number, pattern) for pattern in STEP_PATTERNS}
             and not os.path.islink(self.path)
         )
 
@@ -171,10 +171,10 @@ def list_newer(root: RunRoot, number: int) -> list[Step]:
     return [step for step in steps if not step.superseded_by]
 
 
-def _form_of(number: int, store: Store) -> int:
-    """Returns the number of the form of a step's name in `STEP_FORMATS`; their number for none."""
+def _pattern_of(number: int, store: Store) -> int:
+    """Returns the place of a step's name in `STEP_PATTERNS`; their number for none."""
     name = store.url.rstrip("/").rpartition("/")[2]
-    names = [step_name(number, form) for form in STEP_FORMATS]
+    names = [step_name(number, pattern) for pattern in STEP_PATTERNS]
     return names.index(name) if name in names else len(names)
 
 
@@ -237,7 +237,7 @@ def _find(root: RunRoot) -> _Found:
     stores, files = root.entries()
     steps = sorted(
         ((int(m[1]), store) for n, store in stores.items() if (m := STEP.fullmatch(n))),
-        key=lambda item: (item[0], -_form_of(*item)),  # of several with one number, ours is last
+        key=lambda item: (item[0], -_pattern_of(*item)),  # of several with one number, ours is last
     )
     moved = [(m, store) for n, store in stores.items() if (m := SUPERSEDED.fullmatch(n))]
     aside = [(int(s[1]), store, m[2]) for m, store in moved if (s := STEP.fullmatch(m[1]))]

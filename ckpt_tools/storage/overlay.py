@@ -14,10 +14,10 @@ from ckpt_tools.storage.memory import MemoryStore
 class Overlay:
     """The inner store with files in memory over it. They are listed only with `is_listed`."""
 
-    def __init__(self, inner: Store, made: Mapping[str, bytes], is_listed: bool = False) -> None:
-        self.inner, self._made = inner, MemoryStore(made, inner.url)
+    def __init__(self, inner: Store, files: Mapping[str, bytes], is_listed: bool = False) -> None:
+        self.inner, self._memory = inner, MemoryStore(files, inner.url)
         self.url, self.capabilities, self.traffic = inner.url, inner.capabilities, inner.traffic
-        self._listed = {name: len(data) for name, data in made.items()} if is_listed else {}
+        self._listed = {name: len(data) for name, data in files.items()} if is_listed else {}
         self.folders, self.enter = inner.folders, inner.enter
         self.strays, self.blob_name = inner.strays, inner.blob_name
         self.stored_crcs = inner.stored_crcs
@@ -43,7 +43,7 @@ class Overlay:
         return self._of(path).view(path, start, nbytes)
 
     def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
-        self.inner.will_read((r for r in ranges if r[0] not in self._made.files), is_all)
+        self.inner.will_read((r for r in ranges if r[0] not in self._memory.files), is_all)
 
     def _of(self, path: str) -> Store:
-        return self._made if path in self._made.files else self.inner
+        return self._memory if path in self._memory.files else self.inner

@@ -75,7 +75,7 @@ class TransferRequest:
     Attributes:
         operation: its name, for the progress bar and the manifest.
         source, catalog: the checkpoint, and the view of it that is taken.
-        dst, form, layout: the destination, its format, and the tensors and objects there.
+        dst, format, layout: the destination, its format, and the tensors and objects there.
         options: see `Options`.
         left_out, stripped: for the report.
         alter: by tensor, what changes its values during the copy.
@@ -92,7 +92,7 @@ class TransferRequest:
     source: Source
     catalog: Catalog
     dst: Destination
-    form: Format
+    format: Format
     layout: Request
     options: Options
     left_out: Mapping[str, int] = field(default_factory=dict)
@@ -197,7 +197,7 @@ class Transfer:
         request = self.request
         named = replace(request.layout, name=lambda file: self.dst.name(file, attempt))
         dtypes = {t.fqn: t.dtype for t in request.layout.tensors}
-        return plan_transfer(request.catalog, request.form.lay_out(named), dtypes)
+        return plan_transfer(request.catalog, request.format.lay_out(named), dtypes)
 
     def _find_earlier_attempt(self, plan: Plan) -> str:
         request = self.request

@@ -55,7 +55,7 @@ from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.formats.zip import verify as zip_check
 from ckpt_tools.operations.convert.object_reader import unpack_objects
 from ckpt_tools.operations.convert.take_apart import take_apart
-from ckpt_tools.operations.convert.training_state import FORMS, put_together
+from ckpt_tools.operations.convert.training_state import NAMINGS, put_together
 from ckpt_tools.publish.journal import find_dead_attempt, prove_tiles, read_journals
 from ckpt_tools.publish.manifest import parse_manifest as parse_manifest
 from ckpt_tools.ranks.base import ALONE
@@ -329,10 +329,10 @@ def parts(data: bytes) -> object:
     store = MemoryStore({"f.pt": data})
     catalog = torch_save.read_catalog(store)
     check(catalog)
-    overlaid = Overlay(store, catalog.made)
-    for form in FORMS:
-        made = InMemoryFile(catalog.made)
-        whole = put_together(take_apart(catalog, overlaid), form, made)
+    overlaid = Overlay(store, catalog.memory_files)
+    for naming in NAMINGS:
+        made = InMemoryFile(catalog.memory_files)
+        whole = put_together(take_apart(catalog, overlaid), naming, made)
         unpack_objects(whole, Overlay(store, made.files), made)
     return catalog
 

@@ -256,5 +256,5 @@ def test_a_file_of_which_all_values_are_made_has_no_checksum(tmp_path: Path) -> 
     made = InMemoryFile()
     chunk = entry.chunks[0]._replace(extent=made.add(bytes(8)))
     text = replace(entry, chunks=(chunk,))
-    work.catalog = Catalog("text", {"w": text}, file_sizes={"x.pt": 100}, made=made.files)
+    work.catalog = Catalog("text", {"w": text}, file_sizes={"x.pt": 100}, memory_files=made.files)
     assert work.files_without_archives({"x.pt"}) == {"x.pt"}

@@ -87,8 +87,8 @@ def read_catalog(store: Store) -> Catalog:
         fqn: BytesEntry(fqn, extents[0], tuple(extents[1:])) for fqn, extents in objects.items()
     }
     _set_aside(entries, store, aside)
-    made = InMemoryFile()
-    _resolve_all(entries, store, aside, made)
+    memory_file = InMemoryFile()
+    _resolve_all(entries, store, aside, memory_file)
     archives = tuple(extent for extents in aside.archives.values() for extent in extents)
     used = {file for t in entries.values() for file in files_of(t)} | {
         e.file for extents in objects.values() for e in extents
@@ -110,7 +110,7 @@ def read_catalog(store: Store) -> Catalog:
         ranks,
         parsed[0].extras,
         archives,
-        made=made.files,
+        memory_files=memory_file.files,
         unread=aside.kinds,
         index_crcs=crcs,
     )
@@ -213,7 +213,7 @@ def _kind_in(extent: Extent, store: Store) -> str:
 
 
 def _resolve_all(
-    entries: dict[str, TensorEntry], store: Store, aside: _UnreadTensors, made: InMemoryFile
+    entries: dict[str, TensorEntry], store: Store, aside: _UnreadTensors, memory_file: InMemoryFile
 ) -> None:
     """Reads conjugated views, and puts their real elements into memory.
 
@@ -233,7 +233,7 @@ def _resolve_all(
             continue
         try:
             chunks = [
-                chunk._replace(extent=made.add(_resolved(*item))) if item else chunk
+                chunk._replace(extent=memory_file.add(_resolved(*item))) if item else chunk
                 for chunk, item in zip(entry.chunks, items, strict=True)
             ]
         except IntegrityError:
@@ -344,7 +344,7 @@ def _with_values(catalog: Catalog, store: Store, name: str, size: int) -> Catalo
 
     Examples are counters, schedulers and arguments.
     """
-    made, others = InMemoryFile(catalog.made), UnreadValues()
+    memory_file, others = InMemoryFile(catalog.memory_files), UnreadValues()
     objects, paths = dict(catalog.objects), dict(catalog.paths)
     for path, value, extents in read_leaves(store, name, size, others):
         fqn = name_of(path)
@@ -353,14 +353,14 @@ def _with_values(catalog: Catalog, store: Store, name: str, size: int) -> Catalo
             others[kind] += 1
             others.foreign[(name, *path)] = kind
             continue
-        objects[fqn] = made.value(fqn, value)
+        objects[fqn] = memory_file.value(fqn, value)
         paths |= {fqn: path} if catalog.paths else {}
     return replace(
         catalog,
         objects=objects,
         paths=paths,
         file_sizes={**catalog.file_sizes, name: size},
-        made=made.files,
+        memory_files=memory_file.files,
         extras={**catalog.extras, "written by": _BESIDE[name], **describe_unknown(others)},
         archives=(*catalog.archives, Extent(name, 0, size, TORCH_ZIP)),
         unread={**catalog.unread, **others.unread},

@@ -55,7 +55,7 @@ class EntryBuilder:
         self.objects: dict[str, BytesEntry] = {}
         self.paths: dict[str, Path] = {}
         self.extras: dict[str, str] = {}
-        self.made = InMemoryFile()
+        self.memory_file = InMemoryFile()
 
     def build(self) -> None:
         first = self.models[0].root
@@ -125,7 +125,7 @@ class EntryBuilder:
 
     def value(self, path: Path, value: object) -> None:
         """Adds a plain value under its path."""
-        self.objects[name_of(path)] = self.made.value(name_of(path), value)
+        self.objects[name_of(path)] = self.memory_file.value(name_of(path), value)
         self.paths[name_of(path)] = path
 
     def check_ranks(self) -> None:
@@ -363,7 +363,7 @@ class EntryBuilder:
                 ]
                 self.add(path, TensorEntry(name, step.dtype, step.sizes, tuple(chunks)))
             elif type(step) in (int, float):
-                self.add(path, self.made.scalar(name, float(step)))
+                self.add(path, self.memory_file.scalar(name, float(step)))
 
     def _of_all_ranks(
         self, bases: Sequence[Mapping[str, Any]], number: int, state_key: Any

@@ -98,7 +98,7 @@ def _catalog(builder: EntryBuilder, sizes: Mapping[str, int], others: UnreadValu
         builder.paths,
         sizes,
         archives=tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()),
-        made=builder.made.files,
+        memory_files=builder.memory_file.files,
         unread=others.unread,
         unknown=others.unknown,
     )

@@ -120,7 +120,7 @@ class _Ranks:
         self.chunks.setdefault(fqn, []).extend(found)
         self.paths[fqn] = path
 
-    def objects(self, made: InMemoryFile) -> dict[str, BytesEntry]:
+    def objects(self, memory_file: InMemoryFile) -> dict[str, BytesEntry]:
         """Returns the values: one entry if all ranks have the same value, else one per rank."""
         result: dict[str, BytesEntry] = {}
         for fqn, by_rank in self.values.items():
@@ -131,14 +131,17 @@ class _Ranks:
             first = next(iter(by_rank.values()))
             # as text, because 1 == 1.0 == True, 0.0 == -0.0, and NaN is not equal to itself
             if all(type(v) is type(first) and repr(v) == repr(first) for v in by_rank.values()):
-                result[fqn] = made.value(fqn, first)
+                result[fqn] = memory_file.value(fqn, first)
                 continue
             path = self.paths.pop(fqn)
             for rank, value in by_rank.items():
                 name = f"{fqn}.rank_{rank}"
                 if name in self.values or name in self.kinds:
                     raise FormatError(f"two entries have one name: {printable(name)!r}")
-                result[name], self.paths[name] = made.value(name, value), (*path, f"rank_{rank}")
+                result[name], self.paths[name] = (
+                    memory_file.value(name, value),
+                    (*path, f"rank_{rank}"),
+                )
         return result
 
 
@@ -188,8 +191,8 @@ def read_catalog(store: Store) -> Catalog:
     for path, by_rank in raw.items():
         for rank, held in by_rank.items():
             found.add(path, rank, held.value, held.extents)
-    made = InMemoryFile()
-    objects = found.objects(made)
+    memory_file = InMemoryFile()
+    objects = found.objects(memory_file)
     entries = {
         fqn: TensorEntry(fqn, *found.kinds[fqn], tuple(chunks))
         for fqn, chunks in found.chunks.items()
@@ -208,7 +211,7 @@ def read_catalog(store: Store) -> Catalog:
         ranks,
         {**_told_mesh(found.meshes), **describe_unknown(others)},
         tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()),
-        made.files,
+        memory_file.files,
         unread=others.unread,
         unknown=others.unknown,
         lacks_shapes=is_flat,

@@ -372,10 +372,10 @@ def _check_descriptor(archive: _Archive, entry: DirectoryEntry, at: int) -> int:
     """Compares the bytes after a streamed record with the directory, and returns their length."""
     if not entry.flags & _STREAMED:
         return 0
-    form = "<4sIQQ" if entry.nbytes >= HUGE else "<4sIII"
-    size = struct.calcsize(form)
+    code = "<4sIQQ" if entry.nbytes >= HUGE else "<4sIII"
+    size = struct.calcsize(code)
     if archive.cut(at, at + size) != struct.pack(
-        form, b"PK\x07\x08", entry.crc, entry.nbytes, entry.nbytes
+        code, b"PK\x07\x08", entry.crc, entry.nbytes, entry.nbytes
     ):
         raise FormatError(
             f"the bytes after its record {_shown(entry.name)} differ from the directory"

@@ -186,7 +186,7 @@ class _Load:
         self, state: MutableMapping[str, Any], group: GlooGroup, request: LoadRequest, jobs: int
     ) -> None:
         self.state, self.group, self.request, self.jobs = state, group, request, jobs
-        self.made: dict[str, torch.Tensor] = {}  # tensors that the state lacks
+        self.added: dict[str, torch.Tensor] = {}  # tensors that the state lacks
         # tensors that the user's functions fit to another shape
         self.by_hand: dict[str, OnMismatch] = {}
         self.values: dict[str, Any] = {}
@@ -222,7 +222,7 @@ class _Load:
             for n, kind in source.catalog.unread.items()
         ]
         self.report = LoadReport(str(source.path), notes=[*self.named.notes, *found.notes, *unread])
-        self.made = {
+        self.added = {
             n: empty_tensor(source.catalog.tensors[n])
             for n in found.new
             if n in source.catalog.tensors
@@ -230,7 +230,7 @@ class _Load:
         self.by_hand = {n: how for n, how in found.resized.items() if callable(how)}
         tensors = {
             n: exported.tensors[n] for n in found.tensors if n not in self.by_hand
-        } | self.made
+        } | self.added
         self.report.num_tensors = len(tensors) + len(self.by_hand)
         self.tensors = tensors
         return _distinct(
@@ -266,7 +266,7 @@ class _Load:
             )
         by_stored = {
             found.tensors.get(n, n): value for n, value in exported.tensors.items()
-        } | self.made
+        } | self.added
         wanted = found.objects | {n: n for n in found.new if n in source.catalog.objects}
         self.values = {
             n: _read_object(source, stored, request.trust_pickle, by_stored)
@@ -315,7 +315,7 @@ class _Load:
         exported, report = self.exported, self.report
         stored = {name: plain_path(path) for name, path in self.source.catalog.paths.items()}
         current: dict[str, Any] = {**exported.tensors, **exported.objects}
-        names = [*current, *self.made, *self.values]
+        names = [*current, *self.added, *self.values]
         plain_values = {flat_name(path) for path in exported.plain}
         # these become the stored values
         replaced = {n for n in names if n in stored and places_above(n, plain_values)}
@@ -330,7 +330,7 @@ class _Load:
         touched = {root_of(n, paths) for n in (*self.tensors, *self.values, *self.by_hand)}
         left = self.found.gone | self._idle(paths)
         given = {n: v for n, v in current.items() if root_of(n, paths) in touched and n not in left}
-        given |= self.made | self.values
+        given |= self.added | self.values
         manifest = self.manifest
         # checkpoints of the manager keep integer keys
         if manifest is None or manifest.operation != "save" or manifest.step is None:
@@ -400,22 +400,22 @@ def _fit_by_hand(
     """Reads a whole tensor and fits it to the state's shape with the user's function."""
     whole_tensor = _read_tensor(source, stored, name, jobs, report, proof)
     assert callable(how)
-    made = how(whole_tensor, tuple(tensor.shape))
-    if not isinstance(made, torch.Tensor) or made.shape != tensor.shape:
-        got = list(made.shape) if isinstance(made, torch.Tensor) else type(made).__name__
+    result = how(whole_tensor, tuple(tensor.shape))
+    if not isinstance(result, torch.Tensor) or result.shape != tensor.shape:
+        got = list(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
         raise PlanError(
             f"the function of on_mismatch returned {got} for {printable(name)!r}: expected"
             f" {list(tensor.shape)}"
         )
-    if made.dtype != tensor.dtype and not cast:
+    if result.dtype != tensor.dtype and not cast:
         raise PlanError(
-            f"the function of on_mismatch returned {made.dtype} for {printable(name)!r}: expected"
+            f"the function of on_mismatch returned {result.dtype} for {printable(name)!r}: expected"
             f" {tensor.dtype}",
             hint="pass cast=True",
         )
     for shard in local_shards({name: tensor}):
         inner = tuple(slice(o, e) for o, e in zip(shard.box.offsets, shard.box.ends, strict=True))
-        shard.tensor.copy_(made[inner])
+        shard.tensor.copy_(result[inner])
 
 
 def _read_tensor(

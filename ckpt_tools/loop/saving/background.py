@@ -33,7 +33,7 @@ from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.lock import RootLock
 from ckpt_tools.publish.retention_rules import Retention
 from ckpt_tools.publish.rollback_notes import RollbackNote, write_note
-from ckpt_tools.publish.step_names import STEP_FORMATS, step_name
+from ckpt_tools.publish.step_names import STEP_PATTERNS, step_name
 from ckpt_tools.publish.steps import name_some
 from ckpt_tools.ranks.gloo import GlooGroup
 
@@ -378,9 +378,9 @@ class BackgroundWriter:
             *(self.mirror.needed() if self.mirror else []),
             *(self.exporter.needed() if self.exporter else []),
             *(
-                self.root.step_path(step_name(step, form))
+                self.root.step_path(step_name(step, pattern))
                 for step in set(self.protected)
-                for form in STEP_FORMATS
+                for pattern in STEP_PATTERNS
             ),
         ]
         if retain(self.root, self.rules, kept, self._logged, self.candidates.passed):

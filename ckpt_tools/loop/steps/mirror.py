@@ -22,7 +22,7 @@ from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.retention_rules import Retention
 from ckpt_tools.publish.rollback_notes import RollbackNote, remove_note, write_note
 from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.step_names import STEP_FORMATS, step_name
+from ckpt_tools.publish.step_names import STEP_PATTERNS, step_name
 from ckpt_tools.publish.steps import (
     Step,
     damage,
@@ -256,7 +256,7 @@ class Mirror:
         """Removes old steps, but none whose original is pinned. A failure is only a warning."""
         pinned = [self.there.step_path(step.name) for step in self._steps() if step.is_pinned]
         rules, protected, passed = self._retained()
-        best = [self.there.step_path(step_name(n, f)) for n in protected for f in STEP_FORMATS]
+        best = [self.there.step_path(step_name(n, f)) for n in protected for f in STEP_PATTERNS]
         kept = [*([self.resumed] if self.resumed else []), *pinned, *best]
         if retain(self.there, rules, kept, self._told, passed):
             self.resumed = None

@@ -106,7 +106,9 @@ def convert_source(
     if is_unordered:
         for optimizer in taken.optimizers:
             optimizer.has_order = optimizer.is_numbered
-    is_numbered = not is_model and (TARGETS[to].forms == ("ids",) or how.get("optimizer") == "ids")
+    is_numbered = not is_model and (
+        TARGETS[to].namings == ("ids",) or how.get("optimizer") == "ids"
+    )
     check_used(
         order,
         [o.prefix for o in taken.optimizers if o.is_numbered or (is_numbered and not o.has_order)],
@@ -133,7 +135,9 @@ def convert_source(
     about = {**(about or {}), **_order_of(parts, how)}
     layout = TargetLayout(source, parts, how, bool(is_model))
     catalog, form, request = layout.lay_out(to, str(dst))
-    catalog = replace(catalog, made=layout.made.files, file_sizes=source.catalog.file_sizes)
+    catalog = replace(
+        catalog, memory_files=layout.memory_file.files, file_sizes=source.catalog.file_sizes
+    )
     check_catalog(catalog, shares=True)
     options = cast(
         Options, {key: value for key, value in how.items() if key in Options.__annotations__}
@@ -142,7 +146,7 @@ def convert_source(
     result = transfer(
         TransferRequest(
             operation,
-            source.with_made(layout.made.files),
+            source.with_memory_files(layout.memory_file.files),
             catalog,
             open_destination(dst, storage_options, accept),
             form,

@@ -73,7 +73,7 @@ class TargetLayout:
         self, source: Source, parts: TrainingState, how: Conversion, is_model: bool
     ) -> None:
         self.source, self.parts, self.how, self.is_model = source, parts, how, is_model
-        self.made = InMemoryFile(source.catalog.made)
+        self.memory_file = InMemoryFile(source.catalog.memory_files)
         self.ranks = how.get("ranks") or source.catalog.world_size or 1
         self._is_kept = matcher(how.get("keep_dtype", ()))
         self._model_names: set[str] = set()
@@ -91,10 +91,10 @@ class TargetLayout:
             "per-rank": self._per_rank,
         }[to](dst)
 
-    def _catalog(self, prefix: tuple[str, ...] | None = None, form: str = "") -> Catalog:
+    def _catalog(self, prefix: tuple[str, ...] | None = None, naming: str | None = None) -> Catalog:
         """Returns the catalog of the entries to write, under the target's names."""
         catalog = put_together(
-            self.parts, form or self.how.get("optimizer") or "groups", self.made, prefix
+            self.parts, naming or self.how.get("optimizer") or "groups", self.memory_file, prefix
         )
         above = self.parts.prefix if prefix is None else prefix
         self._model_names = {name_of((*above, fqn)) for fqn in self.parts.model}
@@ -137,7 +137,9 @@ class TargetLayout:
         }
 
     def _unpacked(self, catalog: Catalog) -> tuple[Catalog, dict[str, Any], list[str]]:
-        return unpack_objects(catalog, self.source.with_made(self.made.files).store, self.made)
+        return unpack_objects(
+            catalog, self.source.with_memory_files(self.memory_file.files).store, self.memory_file
+        )
 
     def _dtype(self, entry: TensorEntry) -> DType:
         return target_dtype(entry, self.how.get("dtype"), self._is_kept)
@@ -231,7 +233,9 @@ class TargetLayout:
         optimizer = self.parts.optimizers[0]
         optimizer.prefix = "optimizer"
         trained = {fqn for group in optimizer.groups for fqn in group["params"]}
-        rest = put_together(replace(self.parts, model={}, optimizers=[]), "groups", self.made)
+        rest = put_together(
+            replace(self.parts, model={}, optimizers=[]), "groups", self.memory_file
+        )
         unpacked, values, unknown = self._unpacked(replace(rest, tensors={}))
         self._note_not_universal({*rest.tensors, *unpacked.tensors, *unknown}, trained)
         self.parts = replace(
@@ -349,7 +353,7 @@ class TargetLayout:
         It removes all entries except the model and the optimizers, and notes those that are lost.
         """
         rest, values, unknown = self._unpacked(
-            put_together(replace(self.parts, model={}, optimizers=[]), "groups", self.made)
+            put_together(replace(self.parts, model={}, optimizers=[]), "groups", self.memory_file)
         )
         state, left = scheduler_of(values, rest.paths)
         if left := sorted(
@@ -369,7 +373,7 @@ class TargetLayout:
             return float(value)
         found = self.source.format.locate(self.source.store, [value])
         extent = found.get(value.chunks[0].extent, value.chunks[0].extent)
-        data = read(self.source.with_made(self.made.files).store, *extent[:3])
+        data = read(self.source.with_memory_files(self.memory_file.files).store, *extent[:3])
         code = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}.get(
             value.dtype.name
         )

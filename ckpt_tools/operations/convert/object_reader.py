@@ -107,7 +107,7 @@ def _flattened(data: bytes, leaves: Leaves) -> list[tuple[Path, str]]:
 
 
 def unpack_objects(
-    catalog: Catalog, store: Store, made: InMemoryFile
+    catalog: Catalog, store: Store, memory_file: InMemoryFile
 ) -> tuple[Catalog, dict[str, Any], list[str]]:
     """Returns a catalog with the tensors of its objects, the plain values, and other names.
 
@@ -116,7 +116,7 @@ def unpack_objects(
     Args:
         catalog: the catalog; all its objects are read.
         store: where they lie.
-        made: receives the tensors that were found in objects.
+        memory_file: receives the tensors that were found in objects.
 
     Raises:
         FormatError: an object is malformed.
@@ -138,7 +138,7 @@ def unpack_objects(
             name = name_of((*path, *inner))
             paths[name] = (*path, *inner)
             if isinstance(value, TensorView):
-                extent = extents[0]._replace(start=extents[0].start + made.add(data).start)
+                extent = extents[0]._replace(start=extents[0].start + memory_file.add(data).start)
                 tensors[name] = TensorEntry(
                     name, value.dtype, value.sizes, (Chunk(whole(value.sizes), extent),)
                 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.operations.convert.targets import TARGETS, ConvertTarget, targets_with
-from ckpt_tools.operations.convert.training_state import FORMS
+from ckpt_tools.operations.convert.training_state import NAMINGS
 from ckpt_tools.storage import is_url
 from ckpt_tools.transfer.options import Options, Path_
 
@@ -77,19 +77,21 @@ def check_request(to: str, dst: str, how: Mapping[str, Any]) -> None:
                 " no upload of it can appear as a whole"
             ),
         )
-    _check_form(target, how.get("optimizer"), bool(how.get("model_only")))
+    _check_naming(target, how.get("optimizer"), bool(how.get("model_only")))
 
 
-def _check_form(target: ConvertTarget, form: str | None, model_only: bool) -> None:
-    """Refuses a form of optimizer state that does not fit the target."""
-    if form is None:
+def _check_naming(target: ConvertTarget, naming: str | None, model_only: bool) -> None:
+    """Refuses a naming of optimizer state that does not fit the target."""
+    if naming is None:
         return
-    if form not in FORMS:
-        raise PlanError(f"--optimizer: expected one of {', '.join(FORMS)}, got {printable(form)!r}")
+    if naming not in NAMINGS:
+        raise PlanError(
+            f"--optimizer: expected one of {', '.join(NAMINGS)}, got {printable(naming)!r}"
+        )
     if target.is_model or model_only:
         raise PlanError("--optimizer is for optimizers, and only the model is written")
-    if form not in target.forms:
-        raise PlanError(target.form_problem, hint="leave --optimizer out")
+    if naming not in target.namings:
+        raise PlanError(target.naming_problem, hint="leave --optimizer out")
 
 
 def substitute(rule: str) -> Callable[[str], str]:
@@ -133,7 +135,7 @@ class Conversion(Options, total=False):
         param_order: the parameters that an optimizer's numbers mean. `model`: each group has its
             parameters in the model's order. Else names in order, or a file of names; see
             `param_order.read_order`.
-        optimizer: one of `FORMS`: how optimizer state is named. If absent, by parameter, with
+        optimizer: one of `NAMINGS`: how optimizer state is named. If absent, by parameter, with
             groups.
         keep_prefix: keep the prefixes of wrappers in names. For `safetensors` and `hf`, also keep
             the key above the model.

@@ -9,7 +9,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from ckpt_tools.formats import torch_save
-from ckpt_tools.operations.convert.training_state import FORMS
+from ckpt_tools.operations.convert.training_state import NAMINGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class ConvertTarget:
         is_local: it has no index, so no upload of it can appear as a whole.
         keeps_beside: the files beside the source are copied.
         options: keys of `Conversion` that apply to some targets only, and to this one.
-        forms: how optimizer state may be named. The first one is the default.
-        form_problem: what to tell if another form is given.
+        namings: how optimizer state may be named. The first one is the default.
+        naming_problem: what to tell if another one is given.
     """
 
     suffixes: tuple[str, ...] = ()
@@ -31,8 +31,8 @@ class ConvertTarget:
     is_local: bool = False
     keeps_beside: bool = False
     options: Set[str] = frozenset()
-    forms: tuple[str, ...] = FORMS
-    form_problem: str = ""
+    namings: tuple[str, ...] = NAMINGS
+    naming_problem: str = ""
 
 
 TARGETS = {
@@ -44,20 +44,20 @@ TARGETS = {
         is_local=True,
         keeps_beside=True,
         options={"ranks"},
-        forms=("groups",),
-        form_problem="Accelerate names the parameters of an optimizer, in groups",
+        namings=("groups",),
+        naming_problem="Accelerate names the parameters of an optimizer, in groups",
     ),
     "peft": ConvertTarget(is_model=True, options={"base"}),
     "deepspeed-universal": ConvertTarget(
         is_local=True,
-        forms=(),
-        form_problem="DeepSpeed's universal checkpoints have a form of their own",
+        namings=(),
+        naming_problem="DeepSpeed's universal checkpoints have a form of their own",
     ),
     "per-rank": ConvertTarget(
         is_local=True,
         options={"base", "mesh", "ranks"},
-        forms=("ids",),
-        form_problem="verl numbers the parameters of an optimizer",
+        namings=("ids",),
+        naming_problem="verl numbers the parameters of an optimizer",
     ),
 }
 

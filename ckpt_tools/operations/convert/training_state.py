@@ -30,7 +30,7 @@ from ckpt_tools.operations.convert.param_order import (
     Order,
 )
 
-FORMS = ("groups", "flat", "ids")
+NAMINGS = ("groups", "flat", "ids")
 
 
 @dataclass(slots=True)
@@ -123,14 +123,17 @@ class TrainingState:
 
 
 def put_together(
-    parts: TrainingState, form: str, made: InMemoryFile, prefix: tuple[str, ...] | None = None
+    parts: TrainingState,
+    naming: str,
+    memory_file: InMemoryFile,
+    prefix: tuple[str, ...] | None = None,
 ) -> Catalog:
-    """Returns a catalog of all parts, with optimizer state named by one of `FORMS`.
+    """Returns a catalog of all parts, with optimizer state named by one of `NAMINGS`.
 
     Args:
         parts: the training state.
-        form: how optimizer state is named.
-        made: receives the options.
+        naming: how optimizer state is named.
+        memory_file: receives the options.
         prefix: the keys above the model; those of `parts` if None.
 
     Raises:
@@ -145,16 +148,16 @@ def put_together(
             raise PlanError(f"two entries would get one name: {printable(name)!r}")
         tensors[name], paths[name] = replace(entry, fqn=name), path
     for optimizer in parts.optimizers:
-        for path, value in _named(optimizer, "ids" if optimizer.is_unnamed else form):
+        for path, value in _named(optimizer, "ids" if optimizer.is_unnamed else naming):
             name = name_of(path)
             paths[name] = path
             if isinstance(value, TensorEntry):
                 tensors[name] = replace(value, fqn=name)
             # today torch keeps the step as a tensor
             elif path[-1] == "step" and type(value) in (int, float) and 0 <= value < 1 << 53:
-                tensors[name] = made.scalar(name, float(value))
+                tensors[name] = memory_file.scalar(name, float(value))
             else:
-                objects[name] = made.value(name, value)
+                objects[name] = memory_file.value(name, value)
     return Catalog("parts", tensors, objects, paths)
 
 
@@ -197,7 +200,7 @@ def in_order(optimizer: OptimizerState, order: Order | None) -> OptimizerState:
     )
 
 
-def _named(optimizer: OptimizerState, form: str) -> Iterable[tuple[Path, Any]]:
+def _named(optimizer: OptimizerState, naming: str) -> Iterable[tuple[Path, Any]]:
     root: Path = (
         tuple(int(k) if is_number(k) else k for k in optimizer.prefix.split("."))
         if optimizer.prefix
@@ -207,24 +210,24 @@ def _named(optimizer: OptimizerState, form: str) -> Iterable[tuple[Path, Any]]:
     numbers: Mapping[Any, Any] = {
         name: name if optimizer.is_unnamed else i for i, name in enumerate(names)
     }
-    if form == "ids" and not optimizer.state:  # `load_state_dict` needs it
+    if naming == "ids" and not optimizer.state:  # `load_state_dict` needs it
         yield (*root, "state"), {}
     for fqn, state in optimizer.state.items():
         for key, value in state.items():
-            if form == "flat":
+            if naming == "flat":
                 yield (*root, f"state.{fqn}.{key}"), value
             else:
-                yield (*root, "state", str(numbers[fqn]) if form == "ids" else fqn, key), value
+                yield (*root, "state", str(numbers[fqn]) if naming == "ids" else fqn, key), value
     for number, group in enumerate(optimizer.groups):
         options = {
             key: value for key, value in group.items() if key not in ("params", "param_names")
         }
         # torch's own names of the parameters, which a rename may have changed
-        if "param_names" in group and form != "flat":
+        if "param_names" in group and naming != "flat":
             options["param_names"] = (
                 group["param_names"] if optimizer.is_unnamed else list(group["params"])
             )
-        if form == "flat":
+        if naming == "flat":
             yield from (
                 ((*root, f"param_groups.{fqn}.{key}"), value)
                 for fqn in group["params"]
@@ -234,7 +237,7 @@ def _named(optimizer: OptimizerState, form: str) -> Iterable[tuple[Path, Any]]:
         yield from (((*root, "param_groups", number, key), value) for key, value in options.items())
         yield (
             (*root, "param_groups", number, "params"),
-            [numbers[f] if form == "ids" else f for f in group["params"]],
+            [numbers[f] if naming == "ids" else f for f in group["params"]],
         )
 
 
