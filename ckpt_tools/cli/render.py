@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.core.catalog import key_path
+from ckpt_tools.core.naming import key_path
 from ckpt_tools.errors import printable, redacted
 
 if TYPE_CHECKING:

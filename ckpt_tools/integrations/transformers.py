@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.core.catalog import strip_wrappers
 from ckpt_tools.core.logs import log
+from ckpt_tools.core.naming import strip_wrappers
 from ckpt_tools.errors import NotACheckpointError, PlanError
 from ckpt_tools.integrations.common import (
     Watch,

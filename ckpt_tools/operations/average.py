@@ -13,21 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Unpack
 
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import (
-    Catalog,
-    Chunk,
-    Extent,
-    TensorEntry,
-    check_globs,
-    chooser,
-    keep,
-    key_path,
-    matcher,
-    refuse_unread,
-)
+from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.naming import key_path
 from ckpt_tools.core.plan import Plan, plan_values
+from ckpt_tools.core.selection import check_globs, chooser, keep, matcher, refuse_unread
 from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
 from ckpt_tools.engine.mean import MeanStore, MeanTerm
 from ckpt_tools.errors import NotACheckpointError, PlanError, printable, redacted

@@ -12,17 +12,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, Unpack
 
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import (
-    Catalog,
-    Chunk,
-    TensorEntry,
-    check_globs,
-    chooser,
-    keep,
-    refuse_unread,
-)
+from ckpt_tools.core.catalog import Catalog, Chunk, TensorEntry
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.plan import plan_values
+from ckpt_tools.core.selection import check_globs, chooser, keep, refuse_unread
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.compare import CompareSink, Tally
 from ckpt_tools.engine.execute import execute_batches

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckpt_tools.core.catalog import Catalog, find_optimizers, key_path, nbytes_by_file
+from ckpt_tools.core.catalog import Catalog, nbytes_by_file
+from ckpt_tools.core.naming import find_optimizers, is_optimizer_state, key_path
 from ckpt_tools.errors import printable, redacted
 from ckpt_tools.formats.registry import Source, open_source, suffix_of
 from ckpt_tools.operations.arguments import checked
@@ -19,7 +20,6 @@ from ckpt_tools.storage.base import Traffic
 
 # the naming of Megatron-Core
 _KEY_FIRST = re.compile(r"\bstate\.(exp_avg|exp_avg_sq|fp32_param|momentum_buffer)\.")
-_OPTIMIZER = re.compile(r"(^|\.)optim(izer)?s?(_\d+)?\.state(\.|$)")
 
 
 class Total(NamedTuple):
@@ -103,9 +103,9 @@ def inspect(
         _add(by_dtype, entry.dtype.name, 1, 0, entry.nbytes)
         path = key_path(catalog, fqn)
         _add(by_key, path[0], 1, 0, entry.nbytes)
-        name, _, key = fqn.rpartition(".")
+        key = fqn.rpartition(".")[2]
         is_state = any(path[: len(root) + 1] == (*root, "state") for root in roots)
-        if is_state or _OPTIMIZER.search(name):
+        if is_state or is_optimizer_state(fqn):
             first = _KEY_FIRST.search(fqn)
             _add(states, first[1] if first else key, 1, 0, entry.nbytes)
     for fqn, item in catalog.objects.items():

@@ -10,25 +10,11 @@ from dataclasses import replace
 from typing import Unpack
 
 from ckpt_tools.core.box import Box, whole
-from ckpt_tools.core.catalog import (
-    Catalog,
-    ChunkTable,
-    TensorEntry,
-    check_globs,
-    chooser,
-    find_model,
-    is_other_state,
-    keep,
-    key_path,
-    kinds_of,
-    matcher,
-    model_only,
-    refuse_unread,
-    rename,
-    strip_wrappers,
-)
+from ckpt_tools.core.catalog import Catalog, ChunkTable, TensorEntry, kinds_of
 from ckpt_tools.core.dtypes import BY_NAME, SHORT_NAMES, DType
+from ckpt_tools.core.naming import find_model, is_other_state, key_path, model_only, strip_wrappers
 from ckpt_tools.core.placements import reshard_boxes, split
+from ckpt_tools.core.selection import check_globs, chooser, keep, matcher, refuse_unread, rename
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import safetensors, torch_save
 from ckpt_tools.formats.dcp import format as dcp

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import datetime as dt
 import math
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_tools.core.catalog import is_other_state
 from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.naming import is_optimizer_state, is_other_state
 from ckpt_tools.errors import NotACheckpointError, printable
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import open_root
@@ -19,7 +18,6 @@ from ckpt_tools.publish.retention_rules import Retention
 from ckpt_tools.publish.steps import Step, list_all
 from ckpt_tools.transfer.options import Path_
 
-_STATE = re.compile(r"(?:^|\.)optim(?:izer)?s?(?:_\d+)?\.state\..+\.([^.]+)$")
 WEIGHTS, OTHER = "weights", "other"
 
 
@@ -41,10 +39,9 @@ def state_kind(fqn: str, optimizers: Collection[str] = ()) -> str:
         fqn: of a tensor.
         optimizers: names of the optimizers, as far as they are known.
     """
-    if any(fqn.startswith(f"{optimizer}.state.") for optimizer in optimizers):
+    is_below = any(fqn.startswith(f"{optimizer}.state.") for optimizer in optimizers)
+    if is_below or is_optimizer_state(fqn):
         return fqn.rpartition(".")[2]
-    if match := _STATE.search(fqn):
-        return match[1]
     return OTHER if is_other_state(fqn.partition(".")[0]) else WEIGHTS
 
 

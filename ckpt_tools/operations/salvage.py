@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Unpack
 
-from ckpt_tools.core.catalog import Catalog, keep
+from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.core.placements import reshard_boxes
+from ckpt_tools.core.selection import keep
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.dcp import format as dcp

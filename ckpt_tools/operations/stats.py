@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Unpack
 
-from ckpt_tools.core.catalog import Catalog, TensorEntry, check_globs, chooser, keep
+from ckpt_tools.core.catalog import Catalog, TensorEntry
 from ckpt_tools.core.plan import plan_values
+from ckpt_tools.core.selection import check_globs, chooser, keep
 from ckpt_tools.core.statistics import TensorStatistics
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.crc_watch import CrcWatch, read_whole

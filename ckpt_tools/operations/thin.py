@@ -12,17 +12,10 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Unpack
 
-from ckpt_tools.core.catalog import (
-    Catalog,
-    check_globs,
-    find_optimizers,
-    is_other_state,
-    keep,
-    key_path,
-    matcher,
-    refuse_unread,
-)
+from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.core.logs import log
+from ckpt_tools.core.naming import find_optimizers, is_other_state, key_path
+from ckpt_tools.core.selection import check_globs, keep, matcher, refuse_unread
 from ckpt_tools.errors import (
     CheckpointError,
     NotACheckpointError,

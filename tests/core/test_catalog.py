@@ -5,17 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.core.box import Box, whole
-from ckpt_tools.core.catalog import (
-    Catalog,
-    Chunk,
-    Extent,
-    TensorEntry,
-    model_only,
-    rename,
-    strip_wrappers,
-)
+from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.core.coverage import check, replicas
 from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.naming import model_only, strip_wrappers
+from ckpt_tools.core.selection import rename
 from ckpt_tools.errors import CatalogError, PlanError
 from tests.strategies import full_shapes, tilings
 

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from ckpt_tools.core.box import Box, whole
-from ckpt_tools.core.catalog import Catalog, TensorEntry, keep
+from ckpt_tools.core.catalog import Catalog, TensorEntry
 from ckpt_tools.core.laps import Laps, format_laps
 from ckpt_tools.core.logs import log
+from ckpt_tools.core.selection import keep
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
 from ckpt_tools.errors import PlanError, printable

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ckpt_tools.core.catalog import matcher
+from ckpt_tools.core.selection import matcher
 
 OnMismatch = str | Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 

@@ -12,13 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_tools.core.catalog import (
-    Catalog,
-    TensorEntry,
-    matcher,
-    refuse_unread,
-    strip_wrappers,
-)
+from ckpt_tools.core.catalog import Catalog, TensorEntry
+from ckpt_tools.core.naming import strip_wrappers
+from ckpt_tools.core.selection import matcher, refuse_unread
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.loading.load_request import LoadRequest, OnMismatch
 from ckpt_tools.loop.loading.misfits import Misfits, misfit_hint, misfit_table, shown_names

@@ -9,12 +9,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from ckpt_tools.core.catalog import (
-    Catalog,
-    check_globs,
-    find_model,
-    strip_wrappers,
-)
+from ckpt_tools.core.catalog import Catalog
+from ckpt_tools.core.naming import find_model, strip_wrappers
+from ckpt_tools.core.selection import check_globs
 from ckpt_tools.loop.loading.load_request import LoadRequest
 from ckpt_tools.loop.loading.misfits import shown_names
 from ckpt_tools.loop.state.objects import Key

@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ckpt_tools.core.catalog import Catalog, strip_wrappers
+from ckpt_tools.core.catalog import Catalog
+from ckpt_tools.core.naming import strip_wrappers
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.pickle.state import is_number
 from ckpt_tools.loop.loading.rename import moved

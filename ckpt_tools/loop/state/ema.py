@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_tools.core.catalog import strip_wrappers
+from ckpt_tools.core.naming import strip_wrappers
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.state.late_staging import hold_all
 

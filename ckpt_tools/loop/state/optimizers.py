@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.state.objects import Key, shown
 
-WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _OWN = ("state", "param_groups")
 
 

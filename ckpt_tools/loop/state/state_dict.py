@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ckpt_tools.core.naming import WRAPPERS
 from ckpt_tools.errors import CheckpointError, PlanError, printable
 from ckpt_tools.loop.state.objects import (
     MAX_DEPTH,
@@ -37,7 +38,6 @@ from ckpt_tools.loop.state.objects import (
     shown,
 )
 from ckpt_tools.loop.state.optimizers import (
-    WRAPPERS,
     StateOwners,
     Stored,
     StoredStates,

@@ -11,13 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Unpack, cast
 
-from ckpt_tools.core.catalog import (
-    Catalog,
-    model_only,
-    strip_wrappers,
-    stripped_from,
-)
+from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.core.coverage import check as check_catalog
+from ckpt_tools.core.naming import model_only, strip_wrappers, stripped_from
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import torch_save
 from ckpt_tools.formats.per_rank import files as per_rank

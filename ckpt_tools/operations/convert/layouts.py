@@ -9,17 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import (
-    Catalog,
-    TensorEntry,
-    choose,
-    matcher,
-    model_only,
-    refuse_unread,
-    strip_wrappers,
-)
+from ckpt_tools.core.catalog import Catalog, TensorEntry
 from ckpt_tools.core.dtypes import BY_NAME, DType
+from ckpt_tools.core.naming import model_only, strip_wrappers
 from ckpt_tools.core.placements import split
+from ckpt_tools.core.selection import choose, matcher, refuse_unread
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import accelerate, safetensors, torch_save
 from ckpt_tools.formats.dcp import format as dcp

@@ -20,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tools.core.box import Box
-from ckpt_tools.core.catalog import RAW, Catalog, TensorEntry, model_only
+from ckpt_tools.core.catalog import RAW, Catalog, TensorEntry
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.naming import model_only
 from ckpt_tools.engine.execute import Alter
 from ckpt_tools.engine.kernels import cast
 from ckpt_tools.errors import FormatError, IntegrityError, PlanError, printable

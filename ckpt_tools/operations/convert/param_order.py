@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.core.catalog import TensorEntry, strip_wrappers
+from ckpt_tools.core.catalog import TensorEntry
+from ckpt_tools.core.naming import strip_wrappers
 from ckpt_tools.errors import FormatError, PlanError, StorageError, printable
 from ckpt_tools.storage.small_files import parse_json, read_named
 

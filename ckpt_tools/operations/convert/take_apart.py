@@ -10,14 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tools.core.catalog import (
-    Catalog,
-    TensorEntry,
-    find_model,
-    find_optimizers,
-    is_other_state,
-    key_path,
-)
+from ckpt_tools.core.catalog import Catalog, TensorEntry
+from ckpt_tools.core.naming import find_model, find_optimizers, is_other_state, key_path
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.pickle.state import Path, is_number
 from ckpt_tools.operations.convert.object_reader import ObjectReader

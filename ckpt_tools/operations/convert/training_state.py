@@ -14,13 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt_tools.core.catalog import (
-    BytesEntry,
-    Catalog,
-    TensorEntry,
-    check_new_name,
-    strip_wrappers,
-)
+from ckpt_tools.core.catalog import BytesEntry, Catalog, TensorEntry
+from ckpt_tools.core.naming import strip_wrappers
+from ckpt_tools.core.selection import check_new_name
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.pickle.state import Path, is_number

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.core.catalog import check_globs, matcher
+from ckpt_tools.core.selection import check_globs, matcher
 from ckpt_tools.core.statistics import TensorStatistics
 from ckpt_tools.errors import (
     CheckpointError,
