@@ -358,7 +358,7 @@ def some_names(names: Sequence[str]) -> str:
     return ", ".join(map(printable, names[:_OBJECTS])) + more
 
 
-_BARS = "▁▂▃▄▅▆▇█"
+BARS = "▁▂▃▄▅▆▇█"
 _MAX_SPARKS = 60
 
 
@@ -370,7 +370,7 @@ def sparkline(values: Sequence[float]) -> str:
     low = min(finite, default=0.0)
     span = max(finite, default=0.0) - low
     return "".join(
-        _BARS[min(7, int(8 * ((value - low) / span))) if span else 3]
+        BARS[min(7, int(8 * ((value - low) / span))) if span else 3]
         if math.isfinite(value)
         else " "
         for value in halves

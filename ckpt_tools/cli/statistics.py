@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ckpt_tools.cli.render import BOLD, GREEN, RED, count, format_size, style, table
+from ckpt_tools.cli.render import BARS, BOLD, GREEN, RED, count, format_size, style, table
 from ckpt_tools.core.statistics import TensorStatistics
 from ckpt_tools.errors import printable
 from ckpt_tools.operations.stats import StatsResult
 
-_MANY, _BARS, _MOST_BINS = 40, "▁▂▃▄▅▆▇█", 64
+_MANY, _MOST_BINS = 40, 64
 
 
 def show_stats(result: StatsResult, each: bool) -> None:
@@ -97,9 +97,7 @@ def _show_histogram(result: StatsResult) -> None:
     low, high = max(min(total), max(total) - _MOST_BINS + 1), max(total)
     most = max(total.values())
     bars = "".join(
-        _BARS[min(len(_BARS) - 1, total.get(e, 0) * len(_BARS) // (most + 1))]
-        if total.get(e)
-        else " "
+        BARS[min(len(BARS) - 1, total.get(e, 0) * len(BARS) // (most + 1))] if total.get(e) else " "
         for e in range(low, high + 1)
     )
     print(f"  magnitudes from 2^{low} to 2^{high + 1}, one column for each power of two")

@@ -10,7 +10,7 @@ from ckpt_tools.core.catalog import Catalog, Chunk, ChunkTable, Extent, TensorEn
 from ckpt_tools.errors import CatalogError, printable
 
 _MOST_PROVED = 4096
-_MAX_REPEATED_BYTES = 16 << 30  # views of one storage, expanded tensors
+MAX_REPEATED_BYTES = 16 << 30  # views of one storage, expanded tensors
 
 
 class Flaw(NamedTuple):
@@ -38,7 +38,7 @@ def check(catalog: Catalog, shares: bool = False) -> None:
         raise flaw.error
     stored = sum(catalog.file_sizes.values())
     nbytes = sum(entry.nbytes for entry in catalog.tensors.values())
-    if nbytes > 4 * stored + _MAX_REPEATED_BYTES:
+    if nbytes > 4 * stored + MAX_REPEATED_BYTES:
         raise CatalogError(
             f"tensors repeat their elements too often: {nbytes:,} bytes in files of {stored:,}"
         )

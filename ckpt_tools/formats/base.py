@@ -136,6 +136,25 @@ class Format(Protocol):
         ...
 
 
+# It returns the catalog, the error of each unreadable file, and the file of each lost tensor.
+ReadReadable = Callable[[Store], tuple[Catalog, dict[str, CheckpointError], dict[str, str]]]
+
+
+def suffix_of_format(form: Format) -> str:
+    """Returns the suffix of a format of single files; "" for a format of directories."""
+    return str(getattr(form, "SUFFIX", ""))
+
+
+def index_of_format(form: Format) -> str:
+    """Returns the name of a format's index, or of the file that identifies it."""
+    return str(getattr(form, "INDEX", form.LOOKS_FOR))
+
+
+def reader_of_damaged(form: Format) -> ReadReadable | None:
+    """Returns the function of a format that reads the undamaged files; None if it has none."""
+    return getattr(form, "read_readable", None)
+
+
 # An id has a letter, because eight digits are more often a date.
 _ATTEMPT = re.compile(r".+\.(?=[0-9]*[a-f])([0-9a-f]{8})\.(?:distcp|safetensors)")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import printable
-from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.base import Format, suffix_of_format
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -34,7 +34,7 @@ def external_formats(taken: frozenset[str]) -> tuple[Format, ...]:
         form = _load(point)
         if form is None:
             continue
-        names = {name for name in (form.NAME, getattr(form, "SUFFIX", "")) if name}
+        names = {name for name in (form.NAME, suffix_of_format(form)) if name}
         if both := sorted(names & taken):
             what = printable(point.value)
             log.warning("the format %s is not used: %s is another format's", what, both[0])

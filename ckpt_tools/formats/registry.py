@@ -32,6 +32,7 @@ from ckpt_tools.formats.base import (
     TargetTensor,
     attempt_of,
     note_of,
+    suffix_of_format,
     whole_tensor,
 )
 from ckpt_tools.formats.dcp import format as dcp
@@ -269,7 +270,7 @@ def suffix_of(name: str) -> str:
 
 def _external() -> list[str]:
     """Returns the suffixes of formats of other packages."""
-    return [suffix for form in external_formats(_TAKEN) if (suffix := getattr(form, "SUFFIX", ""))]
+    return [suffix for form in external_formats(_TAKEN) if (suffix := suffix_of_format(form))]
 
 
 def _file_format(path: str, name: str) -> Format:
@@ -300,7 +301,7 @@ def _recognise(root: Store) -> Format | None:
 
 def suffix_matches(form: Format, name: str) -> bool:
     """Tells whether a format of files, which has a `SUFFIX`, claims a file's name."""
-    suffix = getattr(form, "SUFFIX", "")
+    suffix = suffix_of_format(form)
     return bool(suffix) and name.endswith(suffix)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from ckpt_tools.core.box import row_major_strides, whole
 from ckpt_tools.core.catalog import RAW, TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.core.checksum import crc32
+from ckpt_tools.core.coverage import MAX_REPEATED_BYTES
 from ckpt_tools.core.plan import Slot, Target
 from ckpt_tools.errors import FormatError, IntegrityError, PlanError, printable
 from ckpt_tools.formats.base import Request, guess_bare, locate_bare
@@ -47,7 +48,6 @@ from ckpt_tools.formats.zip.write import TorchArchive
 from ckpt_tools.storage import Store, read
 
 # an expanded tensor of a few bytes could keep a reader busy for days
-_MAX_REPEATED_BYTES = 16 << 30
 NAME = "torch_save"
 INDEX = "pytorch_model.bin.index.json"
 LOOKS_FOR = "*.pt, *.pth, *.bin"
@@ -395,7 +395,7 @@ def _extent(file: str, fqn: str, view: TensorView, start: int, nbytes: int, crc:
             f"a tensor exceeds its storage: {printable(fqn)!r}, element {last} of"
             f" {nbytes // itemsize} ({printable(file)})"
         )
-    if numel > max(last + 1 - view.offset, _MAX_REPEATED_BYTES // itemsize):
+    if numel > max(last + 1 - view.offset, MAX_REPEATED_BYTES // itemsize):
         raise FormatError(
             f"a tensor repeats its elements too often: {numel:,} of {last + 1 - view.offset:,}"
             f" stored ones ({printable(fqn)!r} in {printable(file)})",

@@ -1,9 +1,9 @@
 """Agrees with all ranks on the step after which the job ends, without an exchange at each step.
 
-A thread of each rank looks into the job's store. When a rank has got a signal, every thread writes
-down how often its loop has asked so far, and the loop's next question waits for the numbers of all
-ranks. The job ends at the first question that no rank has asked yet. The threads do not depend on
-the loops, so a loop that waits for another rank in the training holds up nothing.
+A thread of each rank looks into the job's store. When a rank gets a signal, each thread publishes
+the number of `preempted()` calls of its rank. The next call waits until all numbers are known. The
+job ends at the first call that no rank has made yet. The threads do not depend on the loops. So a
+loop that waits for another rank in the training delays nothing.
 """
 
 from __future__ import annotations

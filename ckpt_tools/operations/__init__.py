@@ -1,1 +1,1 @@
-"""The commands' operations: one file per verb."""
+"""The operations of the command: one file per verb, and the parts that verbs share."""

@@ -183,7 +183,7 @@ class _FileChecksums:
         self._work, self._tensors = work, list(work.catalog.tensors.values())
         self._files: dict[str, list[HashedRange]] = {name: [] for name in sizes}
         self._cells: dict[str, list[tuple[int, int, int, int]]] = {name: [] for name in sizes}
-        self._prints, self._unjoined = Fingerprints(), set[str]()
+        self._fingerprints, self._unjoined = Fingerprints(), set[str]()
         # start, end, number of the tensor
         self._chunks: dict[str, list[tuple[int, int, int, Chunk]]] = {name: [] for name in sizes}
         for number, tensor in enumerate(self._tensors):
@@ -237,7 +237,7 @@ class _FileChecksums:
                 noted = HashedRange(
                     start + piece.start - extent.start, piece.nbytes, hashed.crc64(piece), 0
                 )
-                self._prints.noted.pieces.setdefault(tensor.fqn, HashedRanges()).append(noted)
+                self._fingerprints.noted.pieces.setdefault(tensor.fqn, HashedRanges()).append(noted)
 
     def _within(self, batch: ReadBatch) -> list[TensorEntry]:
         """Returns the tensors of a batch, each with its chunks there."""
@@ -261,10 +261,10 @@ class _FileChecksums:
         Tensors whose parts could not be joined so far are read again.
         """
         for tensor in self._tensors:
-            self._prints.noted.sizes[tensor.fqn] = tensor.nbytes
+            self._fingerprints.noted.sizes[tensor.fqn] = tensor.nbytes
         for fqn in self._unjoined:
-            self._prints.noted.pieces.pop(fqn, None)
-        known = self._prints.join()
+            self._fingerprints.noted.pieces.pop(fqn, None)
+        known = self._fingerprints.join()
         left = [t for t in self._tensors if t.fqn not in known]
         return known | dict(
             self._work.fingerprints(left, self._work.format.locate(self._work.store, left))

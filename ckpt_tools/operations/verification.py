@@ -21,7 +21,7 @@ from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule,
 from ckpt_tools.engine.sinks import Checksum, HashSink
 from ckpt_tools.errors import CatalogError, FormatError, IntegrityError, printable
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.base import MANIFEST, PIN, note_of
+from ckpt_tools.formats.base import MANIFEST, PIN, note_of, reader_of_damaged
 from ckpt_tools.formats.registry import Format, detect, is_ours
 from ckpt_tools.formats.zip.verify import examine
 from ckpt_tools.operations.batches import ReadBatch, cut_batches, one_batch
@@ -114,11 +114,10 @@ class Verification:
 
         Only for formats in which each file describes its own content.
         """
-        read_readable = getattr(self.format, "read_readable", None)
+        read_readable = reader_of_damaged(self.format)
         if read_readable is None:
             return None
         try:
-            catalog: Catalog
             catalog, broken, lost = read_readable(self.store)
         except (FormatError, CatalogError):
             return None

@@ -93,8 +93,8 @@ def _foreign(path: Path, names: Iterable[str], manifests: Iterable[str]) -> list
 def is_kept_step(path: Path, name: str) -> bool:
     """Tells whether a directory in the trash is a whole step that should not have got there.
 
-    A process has died after it renamed the step, and before it gave the step its name back: it was
-    saved anew, pinned, or holds files of somebody else.
+    A process renamed the step to remove it, found a reason to keep it, and died before it restored
+    the name.
 
     Args:
         path: the directory.

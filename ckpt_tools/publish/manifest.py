@@ -23,6 +23,7 @@ from ckpt_tools.version import __version__
 
 VERSION = 2  # version 1 has no checksum of its own and is not read
 CHECKSUM = "crc64nvme"
+ROOM_BYTES = 1 << 20  # what a result needs on a disk beside its data
 
 
 class SealedRange(NamedTuple):

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.errors import CheckpointError, StorageError
-from ckpt_tools.formats.base import is_note
+from ckpt_tools.formats.base import index_of_format, is_note
 from ckpt_tools.formats.dcp.format import is_data_file
 from ckpt_tools.formats.registry import INDEXES, detect_in, is_checkpoint_file
 from ckpt_tools.publish.check_manifest import hash_files
@@ -57,7 +57,7 @@ def own_files(store: Store) -> set[str]:
     """
     try:
         form = detect_in(store)[1]
-        known = {*form.read_catalog(store).file_sizes, getattr(form, "INDEX", form.LOOKS_FOR)}
+        known = {*form.read_catalog(store).file_sizes, index_of_format(form)}
         # torch leaves an empty file for a rank that saved nothing
         known |= {n for n, size in store.list_files().items() if is_data_file(n) and not size}
     except CheckpointError:

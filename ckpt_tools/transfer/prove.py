@@ -97,8 +97,7 @@ def prove_copies(
     jobs: int,
     tiles: tuple[int, int],
 ) -> None:
-    """Proves, before anything is written, what would be carried without another look: replicas and
-    objects.
+    """Checks replicas and objects, which have no fingerprint of a tensor, before anything is written.
 
     Raises:
         IntegrityError: two replicas hold different bytes, or an object is damaged; its name and
@@ -109,8 +108,9 @@ def prove_copies(
 
 
 def _prove_objects(source: Source, catalog: Catalog, plan: Plan) -> None:
-    """Compares the CRC-32 in objects that are zips, as torch saves them: they are carried bit by
-    bit, and damage would come along.
+    """Compares the CRC-32 in objects that are zips, as torch saves them.
+
+    Objects are copied unchanged, so a damaged one would stay damaged.
     """
     extents = {
         catalog.objects[t.fqn].extent: t.fqn
@@ -184,10 +184,10 @@ def _prove_replicas(
     execute_batches(
         schedule(Plan(tuple(probes), Target("", {}, {})), located, *tiles), source.store, sink, jobs
     )
-    prints = sink.fingerprints.join()
+    fingerprints = sink.fingerprints.join()
     for number, (fqn, group) in enumerate(groups):
         for copy, chunk in enumerate(group):
-            if prints[f"{number}.{copy}"] != prints[f"{number}.0"]:
+            if fingerprints[f"{number}.{copy}"] != fingerprints[f"{number}.0"]:
                 raise _differ(catalog, fqn, group[0], chunk)
 
 

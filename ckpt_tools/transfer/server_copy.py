@@ -1,11 +1,12 @@
 """Plans copies within one S3: the ranges of a target that the store copies, and the rest for this
 process.
 
-A part of a multipart upload has at least 5 MiB (but for the last) and a file at most 10,000 of
-them; so a range that is too short, and the seam before a long one, go through the engine as ever.
-Only where the source's manifest has the checksums: bytes that nobody here sees could not be sealed
-otherwise. A slot's are joined from those of the cells that make it up whole; where no frame around
-it has its CRC-32, the tensor's fingerprint is enough.
+A part of a multipart upload has at least 5 MiB, except for the last, and a file has at most 10,000
+parts. So the engine copies short ranges, and the seam before a long one.
+
+The store copies a range only if the source's manifest has the checksums. This process does not read
+those bytes, so it could not seal them otherwise. The checksums of a slot are joined from those of
+its cells. If no frame in the file has a slot's CRC-32, the tensor's fingerprint is enough.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class ServerCopy:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of the place."""
+        """Returns the capabilities of the target's store."""
         return self.copy_target.capabilities
 
     def create(self, path: str, nbytes: int) -> Writer:

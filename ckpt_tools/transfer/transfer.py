@@ -37,6 +37,7 @@ from ckpt_tools.formats.registry import Request, Source
 from ckpt_tools.publish.base import Attempt, Destination
 from ckpt_tools.publish.find_manifest import manifest_of
 from ckpt_tools.publish.manifest import (
+    ROOM_BYTES,
     Manifest,
     SealedFile,
     SealedTensor,
@@ -63,7 +64,6 @@ from ckpt_tools.transfer.result import TransferResult, bytes_by_dtype, result_of
 from ckpt_tools.transfer.resume import Resume, forget
 from ckpt_tools.transfer.server_copy import ServerCopy, plan_within
 
-_MANIFEST_ROOM_BYTES = 1 << 20
 # each holds a part of 8 MiB, or two; 4 take a tenth less memory and read columns more often
 _STREAMS = 12
 
@@ -219,7 +219,7 @@ class Transfer:
     # ---- check: room, where payloads are, replicas, what the source's manifest says --------------
 
     def _check(self) -> None:
-        room = self.target.nbytes + _MANIFEST_ROOM_BYTES - self.resume.nbytes
+        room = self.target.nbytes + ROOM_BYTES - self.resume.nbytes
         with self.group.phase("look at what is read"):
             self.dst.check_room(room)
             self.assumes = self._may_assume()

@@ -24,10 +24,15 @@ from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation
 from ckpt_tools.loop.state.shard_info import ShardInfo
 from ckpt_tools.publish.base import Attempt, Destination
-from ckpt_tools.publish.manifest import Manifest, SealedFile, SealedTensor, file_name, seal_file
+from ckpt_tools.publish.manifest import (
+    ROOM_BYTES,
+    Manifest,
+    SealedFile,
+    SealedTensor,
+    file_name,
+    seal_file,
+)
 from ckpt_tools.storage import LocalStore, MemoryStore, write_file
-
-_MANIFEST_ROOM_BYTES = 1 << 20
 
 
 class FilePlan(NamedTuple):
@@ -135,7 +140,7 @@ def write_part(
         nbytes += len(data)
     if not nbytes:
         return NOTHING
-    target.check_room(nbytes + _MANIFEST_ROOM_BYTES)
+    target.check_room(nbytes + ROOM_BYTES)
     whole_file = replace(plan.target, file_sizes={name: nbytes}, literals=tuple(literals))
     sink = WriteSink(
         whole_file,
