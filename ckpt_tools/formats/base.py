@@ -18,7 +18,7 @@ from ckpt_tools.core.box import Box, whole
 from ckpt_tools.core.catalog import BytesEntry, Catalog, Chunk, ChunkTable, Extent, TensorEntry
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.plan import Target
-from ckpt_tools.errors import PlanError
+from ckpt_tools.errors import CheckpointError, PlanError
 from ckpt_tools.storage import Store
 
 

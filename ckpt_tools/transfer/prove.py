@@ -97,7 +97,7 @@ def prove_copies(
     jobs: int,
     tiles: tuple[int, int],
 ) -> None:
-    """Checks replicas and objects, which have no fingerprint of a tensor, before anything is written.
+    """Checks replicas and objects before anything is written: no fingerprint proves these.
 
     Raises:
         IntegrityError: two replicas hold different bytes, or an object is damaged; its name and

@@ -38,8 +38,8 @@ from ckpt_tools.loop.saving.write import (
 )
 from ckpt_tools.loop.state.shard_info import ShardInfo
 from ckpt_tools.loop.state.state_dict import TRAINABLE
-from ckpt_tools.publish.base import Destination
-from ckpt_tools.publish.manifest import SealedTensor
+from ckpt_tools.publish.base import Attempt, Destination
+from ckpt_tools.publish.manifest import Manifest, SealedTensor
 from ckpt_tools.ranks.gloo import GlooGroup
 
 
@@ -443,38 +443,11 @@ def write(
         laps = Laps()
         with group.phase(f"commit {what}"):
             if group.rank == 0:
-                assert layout.head is not None
-                saved = {
-                    fqn: (rank, item)
-                    for rank, (names, found) in enumerate(
-                        zip(layout.head.objects, parts, strict=True)
-                    )
-                    for fqn, item in zip(names, found.objects, strict=True)
-                }
-                places = {
-                    fqn: ItemLocation(dcp.data_file_name(rank), item.start, item.nbytes)
-                    for fqn, (rank, item) in saved.items()
-                }
-                index = layout.head.template.render(
-                    places, attempt, lambda file: target.name(file, attempt)
+                extras = replace(extras, timing=timing)
+                manifest, notes = _commit(
+                    target, staged, layout, parts, fingerprints, extras, step, before_commit
                 )
-                # last, because in a bucket their names are those of the result that is replaced
-                files = write_files(staged, extras.files)
-                before_commit()
-                tensors = _seal(layout.head, fingerprints, parts)
-                sealed = {fqn: item for fqn, (_, item) in saved.items()}
-                manifest = describe(target, staged, index, parts, tensors, sealed)
-                manifest = replace(
-                    manifest,
-                    step=step,
-                    files={**manifest.files, **files},
-                    metrics={n: v if math.isfinite(v) else None for n, v in extras.metrics.items()},
-                    timing={name: round(seconds, 4) for name, seconds in timing.items()},
-                )
-                if extras.only:
-                    manifest = replace(manifest, source={"only": extras.only})
                 digest, not_finite = hex64(crc64nvme(manifest.render())), manifest.not_finite
-                notes = commit(staged, manifest, index)
     laps.lap("commit")
     nbytes, seconds = sum(p.nbytes for p in parts), time.monotonic() - began
     return SaveReport(
@@ -488,6 +461,50 @@ def write(
         not_finite=not_finite,
         timing=timing | laps.seconds,
     )
+
+
+def _commit(
+    target: Destination,
+    staged: Attempt,
+    layout: SaveLayout,
+    parts: Sequence[RankFile],
+    fingerprints: Sequence[int],
+    extras: SaveExtras,
+    step: int | None,
+    before_commit: Callable[[], None],
+) -> tuple[Manifest, list[str]]:
+    """Writes index, small files and manifest, and publishes. Returns the manifest and notes.
+
+    Only rank 0 calls it, with the written parts of all ranks.
+    """
+    assert layout.head is not None
+    saved = {
+        fqn: (rank, item)
+        for rank, (names, part) in enumerate(zip(layout.head.objects, parts, strict=True))
+        for fqn, item in zip(names, part.objects, strict=True)
+    }
+    places = {
+        fqn: ItemLocation(dcp.data_file_name(rank), item.start, item.nbytes)
+        for fqn, (rank, item) in saved.items()
+    }
+    index = layout.head.template.render(
+        places, staged.attempt, lambda file: target.name(file, staged.attempt)
+    )
+    # last, because in a bucket their names are those of the result that is replaced
+    files = write_files(staged, extras.files)
+    before_commit()
+    tensors = _seal(layout.head, fingerprints, parts)
+    sealed = {fqn: item for fqn, (_, item) in saved.items()}
+    manifest = describe(target, staged, index, parts, tensors, sealed)
+    manifest = replace(
+        manifest,
+        source={"only": extras.only} if extras.only else manifest.source,
+        step=step,
+        files={**manifest.files, **files},
+        metrics={n: v if math.isfinite(v) else None for n, v in extras.metrics.items()},
+        timing={name: round(seconds, 4) for name, seconds in extras.timing.items()},
+    )
+    return manifest, commit(staged, manifest, index)
 
 
 def _fingerprints(layout: SaveLayout, shares: Mapping[str, int]) -> list[int]:
