@@ -72,6 +72,7 @@ from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.publish.manifest import SealedTensor
 from ckpt_tools.publish.sealed_source import open_sealed, read_object
+from ckpt_tools.transfer.prove import prove_replicas
 
 _VERSION = "1.0.0"
 _TRUST = "save plain values and tensors, or pass trust_pickle=True to the writer and to the reader"
@@ -401,6 +402,15 @@ class StorageReader(storage.StorageReader):
             )
             shards.append(self._shard(item.storage_index.fqn, box, tensor))
             tensors.append((item, tensor))
+        catalog, proof = self.source.catalog, self._proof
+        assert proof is not None  # `source` made it
+        names = dict.fromkeys(item.storage_index.fqn for item in plan.items)
+        prove_replicas(
+            self.source,
+            [catalog.tensors[n] for n in names if n in catalog.tensors and not proof.has(n)],
+            [catalog.objects[n] for n in names if n in catalog.objects],
+            self.jobs,
+        )
         fill(
             self.source,
             [s for s in shards if s.box.numel],

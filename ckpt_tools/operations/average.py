@@ -37,7 +37,12 @@ from ckpt_tools.publish.sealed_source import open_sealed
 from ckpt_tools.publish.steps import list_steps
 from ckpt_tools.ranks.base import ALONE, Group
 from ckpt_tools.transfer.options import Path_
-from ckpt_tools.transfer.prove import SealedFingerprint, prove_fingerprints, sealed_fingerprints
+from ckpt_tools.transfer.prove import (
+    SealedFingerprint,
+    prove_fingerprints,
+    prove_replicas,
+    sealed_fingerprints,
+)
 from ckpt_tools.transfer.result import TransferResult
 from ckpt_tools.transfer.transfer import check_apart
 
@@ -420,15 +425,16 @@ def _term(source: Source, view: Catalog, sealed: Manifest | None) -> _Term:
 
 def _mean_term(term: _Term, weight: float) -> MeanTerm:
     source, tensors = term.source, list(term.view.tensors.values())
+    unsealed = [t for t in tensors if t.fqn not in term.fingerprints]
+    prove_replicas(source, unsealed)
     located = source.format.locate(source.store, tensors)
-    unsealed = plan_values(t for t in tensors if t.fqn not in term.fingerprints)
     return MeanTerm(
         redacted(source.path),
         source.store,
         {tensor.fqn: tensor for tensor in term.plan.tensors},
         located,
         weight,
-        CrcWatch(read_whole(unsealed, located)),
+        CrcWatch(read_whole(plan_values(unsealed), located)),
     )
 
 

@@ -29,7 +29,7 @@ from ckpt_tools.operations.merge_reshard import model_view
 from ckpt_tools.publish.sealed_source import checked_manifest
 from ckpt_tools.ranks.base import ALONE, check_agreement
 from ckpt_tools.transfer.options import Path_, Reading, no_bar
-from ckpt_tools.transfer.prove import sealed_fingerprints
+from ckpt_tools.transfer.prove import prove_replicas, sealed_fingerprints
 
 
 class Change(NamedTuple):
@@ -301,6 +301,9 @@ def _compare(
             )
         return join_tallies(group.all_gather(sink.tallies, "gather differences"))
 
+    with group.phase("compare replicas"):
+        prove_replicas(a, [x for x, _ in pairs], jobs=jobs, group=group)
+        prove_replicas(b, [y for _, y in pairs], jobs=jobs, group=group)
     tallies = go(pairs, is_full=False)
     partial = [
         (x, y)

@@ -25,7 +25,7 @@ from ckpt_tools.publish.sealed_source import checked_manifest
 from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage.retries import read_again_if_wrong
 from ckpt_tools.transfer.options import Path_, Reading, no_bar
-from ckpt_tools.transfer.prove import prove_fingerprints, sealed_fingerprints
+from ckpt_tools.transfer.prove import prove_fingerprints, prove_replicas, sealed_fingerprints
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +158,9 @@ def _measure(
     bar, total = options.get("progress") or no_bar, sum(t.nbytes for t in tensors)
     with bar("stats", total) as advance, group.phase("measure"):
         fingerprints = sealed_fingerprints(checked_manifest(source), source, source.catalog, plan)
+        prove_replicas(
+            source, [t for t in tensors if t.fqn not in fingerprints], jobs=jobs, group=group
+        )
         located = source.format.locate(source.store, mine)
         watched = read_whole(plan_values(t for t in mine if t.fqn not in fingerprints), located)
         watch = CrcWatch(watched)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import Catalog, Chunk, Extent
+from ckpt_tools.core.catalog import BytesEntry, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.core.checksum import crc32, hex64
 from ckpt_tools.core.coverage import replicas
+from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.plan import Plan, Slot, Target, TensorPlan, plan_copies
+from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.execute import execute_batches
-from ckpt_tools.engine.schedule import schedule
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
 from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import IntegrityError, printable
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.formats.zip.verify import examine
 from ckpt_tools.publish.manifest import Manifest
+from ckpt_tools.ranks.base import ALONE, Group
 from ckpt_tools.storage import read
 
 
@@ -103,7 +106,10 @@ def prove_copies(
         IntegrityError: two replicas hold different bytes, or an object is damaged; its name and
             files are told.
     """
-    _prove_replicas(source, catalog, plan, located, jobs, tiles)
+    tensors = [catalog.tensors[t.fqn] for t in plan.tensors if not t.is_object]
+    objects = [catalog.objects[t.fqn] for t in plan.tensors if t.is_object]
+    found = [*_copies_of_tensors(tensors), *_copies_of_objects(catalog, objects)]
+    _compare_copies(source, found, located, jobs, tiles)
     _prove_objects(source, catalog, plan)
 
 
@@ -134,49 +140,81 @@ def _prove_objects(source: Source, catalog: Catalog, plan: Plan) -> None:
             )
 
 
-def _prove_replicas(
+def prove_replicas(
     source: Source,
-    catalog: Catalog,
-    plan: Plan,
+    tensors: Iterable[TensorEntry],
+    objects: Iterable[BytesEntry] = (),
+    jobs: int | None = None,
+    memory_bytes: int | None = None,
+    group: Group = ALONE,
+) -> None:
+    """Reads every copy of the tensors and objects that several ranks saved.
+
+    Args:
+        source: the checkpoint.
+        tensors, objects: its entries. Those with one copy are not read.
+        jobs: threads.
+        memory_bytes: of their buffers.
+        group: reads a share each.
+
+    Raises:
+        IntegrityError: two copies differ; the message names them.
+    """
+    found = [*_copies_of_tensors(tensors), *_copies_of_objects(source.catalog, objects)]
+    mine = found[group.rank :: group.size]
+    entries = [copies.entry for copies in mine if copies.entry is not None]
+    located = source.format.locate(source.store, entries) if entries else {}
+    jobs = num_threads(jobs)
+    tiles = tile_bytes(memory_bytes or DEFAULT_MEMORY_BYTES, jobs)
+    _compare_copies(source, mine, located, jobs, tiles)
+
+
+class _Copies(NamedTuple):
+    """The chunks that hold the same elements of a tensor, or the same object."""
+
+    fqn: str
+    dtype: DType
+    chunks: list[Chunk]
+    entry: TensorEntry | None
+
+
+def _copies_of_tensors(tensors: Iterable[TensorEntry]) -> Iterator[_Copies]:
+    for entry in tensors:
+        for chunks in replicas(entry):
+            yield _Copies(entry.fqn, entry.dtype, chunks, entry)
+
+
+def _copies_of_objects(catalog: Catalog, objects: Iterable[BytesEntry]) -> Iterator[_Copies]:
+    """Yields the copies of objects.
+
+    Raises:
+        IntegrityError: two copies have different lengths.
+    """
+    for item in objects:
+        box = whole((item.extent.nbytes,))
+        chunks = [Chunk(box, extent) for extent in (item.extent, *item.replicas)]
+        for chunk in chunks:
+            if chunk.extent.nbytes != item.extent.nbytes:
+                raise _differ(catalog, item.fqn, chunks[0], chunk)
+        if item.replicas:
+            yield _Copies(item.fqn, BY_NAME["uint8"], chunks, None)
+
+
+def _compare_copies(
+    source: Source,
+    found: Sequence[_Copies],
     located: Mapping[Extent, Extent],
     jobs: int,
     tiles: tuple[int, int],
 ) -> None:
-    """Reads every copy of what several ranks saved, and refuses copies that differ."""
     probes: list[TensorPlan] = []
-    groups: list[tuple[str, list[Chunk]]] = []
-    for tensor in plan.tensors:
-        if tensor.is_object:
-            item = catalog.objects[tensor.fqn]
-            box = whole((item.extent.nbytes,))
-            copies = [Chunk(box, e) for e in (item.extent, *item.replicas)]
-            if any(e.nbytes != item.extent.nbytes for e in item.replicas):
-                raise _differ(
-                    catalog,
-                    tensor.fqn,
-                    copies[0],
-                    next(c for c in copies if c.extent.nbytes != item.extent.nbytes),
-                )
-            groups += [(tensor.fqn, copies)] if item.replicas else []
-        else:
-            groups += [(tensor.fqn, group) for group in replicas(catalog.tensors[tensor.fqn])]
-    by_fqn = {t.fqn: t for t in plan.tensors}
-    for number, (fqn, group) in enumerate(groups):
-        dtype = by_fqn[fqn].src_dtype
-        for copy, chunk in enumerate(group):
+    for number, copies in enumerate(found):
+        for copy, chunk in enumerate(copies.chunks):
             box = whole(chunk.box.sizes)
-            slots = (Slot(box, "", 0),)
-            alone = (Chunk(box, chunk.extent),)
+            slots, alone = (Slot(box, "", 0),), (Chunk(box, chunk.extent),)
+            name, plans = f"{number}.{copy}", tuple(plan_copies([box], [box]))
             probes.append(
-                TensorPlan(
-                    f"{number}.{copy}",
-                    box.sizes,
-                    dtype,
-                    dtype,
-                    alone,
-                    slots,
-                    tuple(plan_copies([box], [box])),
-                )
+                TensorPlan(name, box.sizes, copies.dtype, copies.dtype, alone, slots, plans)
             )
     if not probes:
         return
@@ -185,10 +223,10 @@ def _prove_replicas(
         schedule(Plan(tuple(probes), Target("", {}, {})), located, *tiles), source.store, sink, jobs
     )
     fingerprints = sink.fingerprints.join()
-    for number, (fqn, group) in enumerate(groups):
-        for copy, chunk in enumerate(group):
+    for number, copies in enumerate(found):
+        for copy, chunk in enumerate(copies.chunks):
             if fingerprints[f"{number}.{copy}"] != fingerprints[f"{number}.0"]:
-                raise _differ(catalog, fqn, group[0], chunk)
+                raise _differ(source.catalog, copies.fqn, copies.chunks[0], chunk)
 
 
 def _differ(catalog: Catalog, fqn: str, first: Chunk, second: Chunk) -> IntegrityError:

@@ -64,6 +64,7 @@ from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.sealed_source import open_sealed, read_object
 from ckpt_tools.ranks.gloo import GlooGroup
 from ckpt_tools.storage.prefetch import GAP_BYTES
+from ckpt_tools.transfer.prove import prove_replicas
 
 
 @checked(names_only=("rename", "select"))
@@ -147,6 +148,7 @@ def load_into(
     shards = _share(group, job, shards, read_once)
     laps.lap("share")
     with group.phase(f"read {where}"):
+        job.prove_replicas()
         job.read(shards)
         job.source.store.close()
     job.proof.prove(group, where)
@@ -239,6 +241,24 @@ class _Load:
                 _cut(s, source.catalog.tensors[found.tensors.get(s.fqn, s.fqn)])
                 for s in local_shards(tensors)
             ]
+        )
+
+    def prove_replicas(self) -> None:
+        """Compares the copies that several ranks saved; the ranks of this load share the work.
+
+        A tensor with a sealed fingerprint needs no second copy.
+
+        Raises:
+            IntegrityError: two copies differ.
+        """
+        catalog, found = self.source.catalog, self.found
+        names = dict.fromkeys([*found.tensors.values(), *found.objects.values(), *found.new])
+        prove_replicas(
+            self.source,
+            [catalog.tensors[n] for n in names if n in catalog.tensors and not self.proof.has(n)],
+            [catalog.objects[n] for n in names if n in catalog.objects],
+            self.jobs,
+            group=self.group,
         )
 
     def read(self, shards: Sequence[Shard]) -> None:

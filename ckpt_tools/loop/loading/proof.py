@@ -62,6 +62,10 @@ class LoadProof:
                 found = manifest.tensors[own.fqn]
                 self._sealed[name] = _Sealed(own.fqn, int(found.fingerprint, 16))
 
+    def has(self, name: str) -> bool:
+        """Tells whether a tensor has a sealed fingerprint."""
+        return name in self._sealed
+
     def named(self, names: Mapping[str, str]) -> ShareProof:
         """Returns the proof of one reading; `names` has stored names by names that differ."""
         return ShareProof(self._sealed, names)

@@ -28,6 +28,7 @@ from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.sealed_source import open_sealed
 from ckpt_tools.storage import read
+from ckpt_tools.transfer.prove import prove_replicas
 
 Key = int | slice | EllipsisType
 
@@ -64,7 +65,8 @@ class StoredTensor:
         Raises:
             IndexError: it does not fit the shape.
             TypeError: it is of another kind, such as a mask.
-            IntegrityError: a chunk that was read in full is damaged.
+            IntegrityError: a chunk that was read in full is damaged; or several ranks saved this
+                tensor, and their copies differ.
         """
         keys = _without_ellipsis(key if isinstance(key, tuple) else (key,), len(self.shape))
         if len(keys) > len(self.shape):
@@ -120,6 +122,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         self._source, self._sealed = source, sealed
         self.path, self.format = source.path, source.catalog.format
         self.world_size = source.catalog.world_size
+        self._proved = set[str]()  # tensors whose replicas are equal
 
     def __repr__(self) -> str:
         return f"Checkpoint({printable(self.path)!r}, {self.format}, {len(self)} tensors)"
@@ -192,6 +195,9 @@ class Checkpoint(Mapping[str, StoredTensor]):
         self._source.store.close()
 
     def _read(self, entry: TensorEntry, box: Box) -> torch.Tensor:
+        if self._sealed is None and entry.fqn not in self._proved:
+            prove_replicas(self._source, [entry], jobs=_JOBS)
+            self._proved.add(entry.fqn)
         tensor = torch.empty(box.sizes, dtype=getattr(torch, entry.dtype.name), device="cpu")
         if box.numel:
             shard = Shard(entry.fqn, entry.dtype, entry.shape, box, tensor)
