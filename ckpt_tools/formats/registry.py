@@ -189,14 +189,11 @@ def detect_in(root: Store) -> tuple[Store, Format]:
         return found[0]
     if found:
         shown = "\n".join(f"  {printable(s.url)}  ({f.NAME})" for s, f in found[:20])
-        shown += "".join(
-            f"\n  {printable(f'{root.url}/{name}')}"
-            for name in root.list_files()
-            if suffix_of(name)
-        )
+        files = [name for name in root.list_files() if suffix_of(name)]
+        shown += "".join(f"\n  {printable(f'{root.url}/{name}')}" for name in files)
         raise NotACheckpointError(
-            f"{len(found)} checkpoints lie below {printable(root.url)}; give the path of"
-            f" one:\n{shown}",
+            f"{len(found) + len(files)} checkpoints lie below {printable(root.url)}; give the path"
+            f" of one:\n{shown}",
             hint=f"for example: {found[-1][0].url}",
         )
     _refuse_strays(root)

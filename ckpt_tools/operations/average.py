@@ -161,7 +161,7 @@ def _chosen_steps(
     least: int,
     options: Mapping[str, object] | None,
 ) -> list[Path_]:
-    given = [sources] if isinstance(sources, (str, os.PathLike)) else list(sources)
+    given = [sources] if isinstance(sources, (str, bytes, os.PathLike)) else list(sources)
     if last is None and steps is None:
         if len(given) < least:
             raise PlanError(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from ckpt_tools.core.checksum import crc64nvme, hex64
-from ckpt_tools.errors import CheckpointError, StorageError
+from ckpt_tools.errors import CheckpointError, NotACheckpointError, StorageError, printable
 from ckpt_tools.formats.base import index_of_format, is_note
 from ckpt_tools.formats.dcp.format import is_data_file
 from ckpt_tools.formats.registry import INDEXES, detect_in, is_checkpoint_file
@@ -56,7 +56,9 @@ def own_files(store: Store) -> set[str]:
     counts as part of a broken one.
     """
     try:
-        form = detect_in(store)[1]
+        inner, form = detect_in(store)
+        if inner is not store:  # it lies below, and is not what this directory holds
+            raise NotACheckpointError(f"no checkpoint in {printable(store.url)}")
         known = {*form.read_catalog(store).file_sizes, index_of_format(form)}
         # torch leaves an empty file for a rank that saved nothing
         known |= {n for n, size in store.list_files().items() if is_data_file(n) and not size}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 from urllib.parse import unquote
 
-from ckpt_tools.errors import FormatError, StorageError, printable
+from ckpt_tools.errors import FormatError, PlanError, StorageError, printable
 
 Data = bytes | memoryview  # bytes that were read
 
@@ -298,8 +298,18 @@ def local_path(path: str | os.PathLike[str]) -> str:
     """Returns a local path, or the path of a `file://` URL.
 
     It does not decode `%2D` and the like: these are characters of the name.
+
+    Raises:
+        PlanError: it is empty, or of bytes. An empty variable of a shell does not mean the present
+            directory.
+        StorageError: it is a URL that is not well formed.
     """
     where = os.fspath(path)
+    if not isinstance(where, str) or not where:
+        raise PlanError(
+            f"expected a path or a URL that is not empty, got {where!r}",
+            hint="for the present directory, give a dot",
+        )
     slip = re.match(r"(s3a?|gs|gcs|az|abfs|https?|memory|file):/(?!/)", where)
     if slip and not os.path.lexists(where):
         raise StorageError(

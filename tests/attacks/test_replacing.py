@@ -18,7 +18,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
-from ckpt_tools import CheckpointManager, IntegrityError, Retention, StorageError
+from ckpt_tools import (
+    CheckpointError,
+    CheckpointManager,
+    IntegrityError,
+    Retention,
+    StorageError,
+)
 from ckpt_tools.core.plan import Literal
 from ckpt_tools.publish.destinations import open_destination, open_root
 from ckpt_tools.publish.find_manifest import find_manifest
@@ -502,3 +508,23 @@ def test_the_manifest_of_another_file_says_nothing(tmp_path: Path, ckpt: Run) ->
         ckpt_tools.diff(tmp_path / "x.safetensors", tmp_path / "one.safetensors")
     assert not (tmp_path / "y.safetensors").exists()
     assert load_file(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("how", ["save", "reshard", "shards", "hf", "salvage"])
+def test_a_run_with_one_step_is_not_replaced_by_a_checkpoint(how: str, tmp_path: Path) -> None:
+    """The only checkpoint below a directory was looked for in the directory: a traceback."""
+    state = {"model": {"a": torch.ones(4)}}
+    ckpt_tools.save(tmp_path / "source", state)
+    ckpt_tools.save(tmp_path / "run" / "step-00000001", state)
+    before = sorted(tmp_path.rglob("*"))
+    run, source = tmp_path / "run", tmp_path / "source"
+    calls: dict[str, Callable[[], object]] = {
+        "save": lambda: ckpt_tools.save(run, state, overwrite=True),
+        "reshard": lambda: ckpt_tools.reshard(source, run, to_ranks=1, overwrite=True),
+        "shards": lambda: ckpt_tools.merge(source, run, max_shard_bytes=8, overwrite=True),
+        "hf": lambda: ckpt_tools.convert(source, run, to="hf", overwrite=True),
+        "salvage": lambda: ckpt_tools.salvage(source, run, overwrite=True),
+    }
+    with pytest.raises(CheckpointError, match="--overwrite never replaces: step-00000001"):
+        calls[how]()
+    assert sorted(tmp_path.rglob("*")) == before

@@ -163,3 +163,33 @@ def test_misspelt_arguments_of_a_manager_s_calls_are_named(tmp_path) -> None:
             checkpoints.resume(state, step="3")
         with pytest.raises(PlanError, match="strict must be True or False"):
             checkpoints.resume(state, strict="no")
+
+
+NO_PATHS = {
+    "steps": lambda path: ckpt_tools.steps(path),
+    "latest": lambda path: ckpt_tools.latest(path),
+    "prune": lambda path: ckpt_tools.prune(path, 1),
+    "thin": lambda path: ckpt_tools.thin(path, 1),
+    "check_run": lambda path: ckpt_tools.check_run(path),
+    "du": lambda path: ckpt_tools.du(path),
+    "open": lambda path: ckpt_tools.open(path),
+    "load": lambda path: ckpt_tools.load(path, {"a": 1}),
+    "save": lambda path: ckpt_tools.save(path, {"a": 1}, overwrite=True),
+    "manager": lambda path: ckpt_tools.CheckpointManager(path),
+    "average": lambda path: ckpt_tools.average(path, "x.safetensors", last=2),
+}
+
+
+@pytest.mark.parametrize("path", ["", b"run"])
+@pytest.mark.parametrize("name", NO_PATHS)
+def test_an_empty_path_is_not_the_present_directory(
+    name: str, path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ckpt prune "$RUN"` with an empty variable removed the steps of the present directory."""
+    monkeypatch.chdir(tmp_path)
+    for step in (1, 2, 3):
+        ckpt_tools.save(f"step-0000000{step}", {"model": {"a": torch.ones(2)}})
+    before = sorted(str(p) for p in tmp_path.rglob("*"))
+    with pytest.raises(PlanError, match="a path or a URL that is not empty"):
+        NO_PATHS[name](path)
+    assert sorted(str(p) for p in tmp_path.rglob("*")) == before

@@ -78,6 +78,8 @@ def read_catalog(store: Store) -> Catalog:
         if ".metadata" in files
         else sorted((n for n in files if _RANK_METADATA.fullmatch(n)), key=_metadata_rank)
     )
+    if not names:
+        raise FormatError(f"no .metadata in {printable(store.url)}")
     _check_ranks(files, names)
     is_large = len(names) == 1 and files[names[0]] >= _MANY_BYTES
     crcs: dict[str, int] = {}
