@@ -24,6 +24,7 @@ from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.step_names import STEP, STEP_PATTERNS, number_in, step_name
 from ckpt_tools.storage import LocalStore, Store, open_store, place_of
 
+_UNFINISHED = "no .metadata: the save never finished"
 _LOOKERS = 16  # each waits for a store
 
 
@@ -131,12 +132,14 @@ def name_some(names: Sequence[str]) -> str:
 class Latest:
     """The step to resume from, and each newer step that was passed over, with the reason.
 
-    `not_finite` has the paths of those that were passed over for their values alone.
+    `not_finite` has the paths of those that were passed over for their values alone. `damaged` has
+    those of steps that were complete once: they appeared as a whole, so something is lost.
     """
 
     step: Step | None
     passed_over: Sequence[tuple[Path | str, str]]
     not_finite: Sequence[Path | str] = ()
+    damaged: Sequence[Path | str] = ()
 
 
 def list_steps(root: RunRoot, with_superseded: bool = False) -> list[Step]:
@@ -163,11 +166,11 @@ def list_newer(root: RunRoot, number: int) -> list[Step]:
         StorageError: the root cannot be read.
     """
     found = _find(root)
-    newer = [look_at(n, store) for n, store in found.steps if n > number]
+    newer = [item for item in found.steps if item[0] > number]
     if not newer:
         return []
     superseded_by = _superseded_by(found)
-    steps = [_judged(step, superseded_by) for step in newer if found.shows(step)]
+    steps = [_judged(step, superseded_by) for step in map(found.step, newer) if step is not None]
     return [step for step in steps if not step.superseded_by]
 
 
@@ -191,9 +194,7 @@ def survey(root: RunRoot) -> tuple[list[Step], set[str]]:
 def _list(found: _Found, with_superseded: bool = False) -> list[Step]:
     is_remote = any(store.capabilities.is_remote for _, store in found.steps)
     with ThreadPoolExecutor(_LOOKERS if is_remote else 1, "ckpt-look") as pool:
-        steps = [
-            step for step in pool.map(lambda item: look_at(*item), found.steps) if found.shows(step)
-        ]
+        steps = [step for step in pool.map(found.step, found.steps) if step is not None]
         superseded_by = _superseded_by(found)
         steps = _with_twins([_judged(step, superseded_by) for step in steps])
         if not with_superseded:
@@ -222,9 +223,17 @@ class _Found:
     notes: list[RollbackNote]
     others: list[str]
 
-    def shows(self, step: Step) -> bool:
-        """Tells whether a folder is shown as a step, complete or not."""
-        if self.root.lists_unfinished or not step.problem:
+    def step(self, item: tuple[int, Store]) -> Step | None:
+        """Looks at one of `steps`; returns None if it is not shown as a step, complete or not."""
+        step = look_at(*item)
+        if step.problem and self.root.lists_unfinished:
+            # another process may have removed it, or renamed it to this name, at this instant
+            return look_at(*item) if os.path.lexists(step.path) else None
+        return step if self._shows(step) else None
+
+    def _shows(self, step: Step) -> bool:
+        """Tells whether a folder of a bucket is shown as a step."""
+        if not step.problem:
             return True
         if not any(name in INDEXES for name in _store_of(step).list_files()):
             return False
@@ -356,7 +365,7 @@ def _foreign_problem(store: Store) -> str:
     try:
         detect_in(store)
     except CheckpointError:
-        return "no .metadata: the save never finished"
+        return _UNFINISHED
     return ""
 
 
@@ -415,18 +424,24 @@ def _latest(
 ) -> Latest:
     passed: list[tuple[Path | str, str]] = []
     not_finite: list[Path | str] = []
+    damaged: list[Path | str] = []
     for number, store in reversed(found.steps):
-        step = _judged(look_at(number, store), superseded_by)
-        if step.path in skip or step.superseded_by or not found.shows(step):
+        seen = found.step((number, store))
+        if seen is None:
+            continue
+        step = _judged(seen, superseded_by)
+        if step.path in skip or step.superseded_by:
             continue
         problem = damage(step) if verify else unsound(step)
+        if problem and problem != _UNFINISHED:
+            damaged.append(step.path)
         if not problem and not allow_not_finite and step.not_finite:
             problem = step.not_finite
             not_finite.append(step.path)
         if not problem:
-            return Latest(step, passed, not_finite)
+            return Latest(step, passed, not_finite, damaged)
         passed.append((step.path, problem))
-    return Latest(None, passed, not_finite)
+    return Latest(None, passed, not_finite, damaged)
 
 
 def latest_of(
@@ -442,7 +457,8 @@ def latest_of(
     best = [_latest(found, False, skip, superseded_by, allow_not_finite) for found in places]
     step = max((b.step for b in best if b.step is not None), key=lambda s: s.number, default=None)
     passed = [item for b in best for item in b.passed_over]
-    return Latest(step, passed, [path for b in best for path in b.not_finite])
+    not_finite = [path for b in best for path in b.not_finite]
+    return Latest(step, passed, not_finite, [path for b in best for path in b.damaged])
 
 
 def find_step(root: RunRoot, name: str) -> Step | None:
@@ -454,8 +470,7 @@ def find_step(root: RunRoot, name: str) -> Step | None:
     found = _find(root)
     for number, store in found.steps:
         if store.url.rstrip("/").rpartition("/")[2] == name:
-            step = look_at(number, store)
-            return step if found.shows(step) else None
+            return found.step((number, store))
     return None
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime as dt
 import json
 import math
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -389,3 +391,50 @@ def test_saves_and_loads_tell_the_time_of_each_phase(tmp_path: Path, ckpt: Run) 
     assert "collect s" in listing and "fsync s" in listing
     shown = json.loads(ckpt("ls", tmp_path, "--json").stdout)
     assert list(shown[1]["timing"]) == phases[:-1]
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "a file is missing": lambda step: (step / "__0_0.distcp").unlink(),
+    "its index is cut": lambda step: os.truncate(step / ".metadata", 100),
+    "it was renamed": lambda step: step.rename(step.with_name("step-00000007")),
+    "its manifest is cut": lambda step: os.truncate(next(step.glob("ckpt.manifest.*")), 60),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_run_whose_only_step_is_damaged_does_not_begin_again(how: str, tmp_path: Path) -> None:
+    """A job that takes None for a new run would train from the beginning."""
+    state = {"model": {"w": torch.ones(3)}}
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(5, state, asynchronous=False)
+    DAMAGE[how](tmp_path / "step-00000005")
+    text = "no step can be resumed.*step-0000000[57]: "
+    with CheckpointManager(tmp_path) as checkpoints, pytest.raises(IntegrityError, match=text):
+        checkpoints.resume(state)
+
+
+def test_a_step_that_was_never_complete_begins_a_run(tmp_path: Path) -> None:
+    step = tmp_path / "step-00000005"
+    step.mkdir()
+    (step / "__0_0.distcp").write_bytes(b"\0" * 100)  # a save of torch that was killed
+    with CheckpointManager(tmp_path) as checkpoints:
+        assert checkpoints.resume({"model": {"w": torch.ones(3)}}) is None
+
+
+def test_steps_that_go_while_they_are_listed_are_not_incomplete(tmp_path: Path) -> None:
+    """A check in cron runs beside a job whose retention removes steps."""
+    job = (
+        "import sys, torch; from ckpt_tools import CheckpointManager\n"
+        "with CheckpointManager(sys.argv[1], keep_last=3) as c:\n"
+        "    print(flush=True)\n"
+        "    for step in range(1, 400): c.save(step, {'w': torch.ones(2)}, asynchronous=False)"
+    )
+    with subprocess.Popen([sys.executable, "-c", job, tmp_path], stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None and running.stdout.readline()
+        numbers, looks = set[int](), 0
+        while running.poll() is None:
+            found = ckpt_tools.steps(tmp_path)
+            numbers |= {step.number for step in found}
+            looks += 1
+            assert not [step for step in found if step.problem]
+    assert running.returncode == 0 and looks > 20 and len(numbers) > 20

@@ -15,6 +15,7 @@ from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.steps import Latest, Step, latest_of, list_steps, number_of
 from ckpt_tools.storage import place_of
 
+_SHOWN = 3
 Chosen = tuple[int, Path | str | None]
 
 
@@ -90,6 +91,15 @@ class Candidates:
             )
         for passed, reason in choice.passed_over:
             self.pass_over(passed, reason)
+        if choice.step is None and choice.damaged:
+            raise IntegrityError(
+                f"no step can be resumed, and some were complete once: {_some(choice)}"
+                f" ({printable(str(self.root.path))})",
+                hint=(
+                    "restore what is missing, or ckpt salvage STEP writes the rest; to begin a new"
+                    " run here, move these steps away"
+                ),
+            )
         if choice.step is None:
             return 0, None
         _tell_thinned(choice.step)
@@ -187,6 +197,14 @@ class Candidates:
                 "a new run" if number < 0 else f"resuming from step {number}",
                 ", ".join(sorted(newer)),
             )
+
+
+def _some(choice: Latest) -> str:
+    """Returns some damaged steps with their problems, for a message."""
+    reasons = dict(choice.passed_over)
+    shown = [f"{os.path.basename(p)}: {reasons[p]}" for p in choice.damaged[:_SHOWN]]
+    more = f", and {len(choice.damaged) - _SHOWN} more" if len(choice.damaged) > _SHOWN else ""
+    return printable("; ".join(shown)) + more
 
 
 def _tell_thinned(step: Step) -> None:
