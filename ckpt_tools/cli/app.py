@@ -58,6 +58,7 @@ class _Commands(typer.core.TyperGroup):
                 f" {stop.args[0] if stop.args else 'nothing was left at the destination'}",
                 None,
                 130,
+                "KeyboardInterrupt",
             )
 
 
@@ -170,7 +171,7 @@ def main(may_share: bool = False) -> None:
             type(error).__name__,
         )
     except KeyboardInterrupt:
-        fail("interrupted", None, 130)
+        fail("interrupted", None, 130, "KeyboardInterrupt")
     except SystemExit as end:
         # the libraries that print the help exit with 1 when the reader of a pipe has ended
         if getattr(end.__context__, "errno", None) != errno.EPIPE:

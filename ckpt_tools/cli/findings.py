@@ -89,6 +89,8 @@ def _verdict(result: VerifyResult) -> str:
     )
     if result.problems:
         return f"{style('damaged', RED)}: {count(len(result.problems), 'problem')} ({compared})"
+    if result.is_sealed and result.unknown:
+        return f"files and sizes are as the manifest says; not all bytes were compared ({compared})"
     if result.is_sealed:
         return f"{style('whole', GREEN)}: as its manifest says ({compared})"
     if result.unknown:

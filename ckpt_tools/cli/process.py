@@ -19,7 +19,10 @@ EXIT_STATUS = """EXIT STATUS
 
 
 def terminated(number: int, frame: Any) -> NoReturn:
+    """Ends the command after SIGTERM."""
     del frame
+    with suppress(RuntimeError):  # the signal came while something was printed
+        fail("terminated by SIGTERM", None, 128 + number, "Terminated")
     raise SystemExit(128 + number)
 
 

@@ -225,3 +225,10 @@ def check_names(catalog: Catalog) -> None:
             not fqn.isascii() and any("\ud800" <= c <= "\udfff" for c in fqn)
         ):
             raise FormatError(f"an entry's name is not valid, or too long: {printable(fqn)!r}")
+    for entries in (catalog.tensors, catalog.objects):
+        for fqn, entry in entries.items():
+            if entry.fqn != fqn:
+                raise FormatError(
+                    f"the reader of {catalog.format} gives an entry two names: {printable(fqn)!r},"
+                    f" and {printable(entry.fqn)!r} in the entry"
+                )

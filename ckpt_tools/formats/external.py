@@ -63,7 +63,7 @@ def recognised(formats: Iterable[Format], files: Mapping[str, int]) -> Format | 
 def _load(point: EntryPoint) -> Format | None:
     try:
         form = point.load()
-    except Exception as error:  # noqa: BLE001  # the code of another package
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # the code of another package
         log.warning("the format %s cannot be loaded: %s", printable(point.value), error)
         return None
     missing = [name for name in _NAMES if not hasattr(form, name)]

@@ -20,6 +20,7 @@ from ckpt_tools.errors import (
     CheckpointError,
     IntegrityError,
     NotACheckpointError,
+    PlanError,
     StorageError,
     printable,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "detect_in",
     "is_ours",
     "open_source",
+    "refuse_file_name",
     "suffix_of",
     "whole_tensor",
 ]
@@ -263,6 +265,19 @@ def suffix_of(name: str) -> str:
             if name.endswith(suffix) or bare.endswith(suffix):
                 return suffix
     return ""
+
+
+def refuse_file_name(path: str | os.PathLike[str]) -> None:
+    """Refuses the name of a file for a directory.
+
+    Raises:
+        PlanError: it has the suffix of a format of single files.
+    """
+    if suffix := suffix_of(local_path(path).rstrip("/")):
+        raise PlanError(
+            f"a directory is written, got the name of a file: {printable(str(path))!r}",
+            hint=f"name the directory without {suffix}",
+        )
 
 
 def _external() -> list[str]:

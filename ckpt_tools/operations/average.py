@@ -197,11 +197,17 @@ def _numbers(text: str) -> list[int]:
     first, stop, every = map(int, match.groups()) if match else (0, 0, 0)
     if not every or stop <= first or (stop - first) % every:
         raise PlanError(
-            f"--steps {printable(text)!r}: expected FIRST:LAST:EVERY, such as 1000:5000:500"
+            f"--steps {printable(text)!r}: expected FIRST:LAST:EVERY, such as 1000:5000:500",
+            hint=_nearest(first, stop, every) if every and stop > first else None,
         )
     if (stop - first) // every >= 10_000:
         raise PlanError(f"--steps {printable(text)}: more than ten thousand steps")
     return list(range(first, stop + 1, every))
+
+
+def _nearest(first: int, stop: int, every: int) -> str:
+    last = max(first + every, stop - (stop - first) % every)
+    return f"LAST is FIRST plus a multiple of EVERY: {first}:{last}:{every}"
 
 
 def chosen_weights(

@@ -186,7 +186,7 @@ def diff(
         sorted(theirs.keys() - mine.keys()),
         changes,
         differences,
-        len(both) - len(differences),
+        len({x.fqn for x, _ in both} - {d.fqn for d in differences} - {c.fqn for c in changes}),
         len(known),
         sum(x.nbytes for x, _ in both if x.fqn not in known),
         notes,

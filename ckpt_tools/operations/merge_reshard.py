@@ -19,7 +19,14 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import safetensors, torch_save
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.deepspeed import zero as deepspeed
-from ckpt_tools.formats.registry import Request, Source, TargetTensor, open_source, whole_tensor
+from ckpt_tools.formats.registry import (
+    Request,
+    Source,
+    TargetTensor,
+    open_source,
+    refuse_file_name,
+    whole_tensor,
+)
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert import lora as adapters
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
@@ -77,14 +84,8 @@ def merge(
             f"merge writes one .safetensors file, got {printable(str(dst))!r}",
             hint="name it so, or give --max-shard-size for a directory",
         )
-    if max_shard_bytes is not None and target.url.endswith(".safetensors"):
-        raise PlanError(
-            f"shards go into a directory, got the name of a file: {printable(str(dst))!r}",
-            hint=(
-                f"name the directory {printable(str(dst).removesuffix('.safetensors'))}, or leave"
-                " --max-shard-size out"
-            ),
-        )
+    if max_shard_bytes is not None:
+        refuse_file_name(str(dst))
     catalog, stripped = model_view(source.catalog, keep_prefix, model_key)
     model = catalog
     if select or exclude:
@@ -159,6 +160,7 @@ def reshard(
         CheckpointError: see the tree in `errors`; nothing is then at `dst` that was not there
             before.
     """
+    refuse_file_name(str(dst))
     source = _source(src, options)
     catalog = source.catalog
     if source.format is safetensors and catalog.world_size is None:

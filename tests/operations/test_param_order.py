@@ -244,7 +244,7 @@ def test_an_order_that_nothing_needs_is_refused(tmp_path: Path) -> None:
         with pytest.raises(PlanError, match=message):
             ckpt_tools.convert(
                 source,
-                tmp_path / f"no.{'pt' if how['to'] == 'torch' else 'safetensors'}",
+                tmp_path / {"torch": "no.pt", "dcp": "no"}.get(str(how["to"]), "no.safetensors"),
                 param_order="model",
                 **how,
             )

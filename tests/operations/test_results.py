@@ -103,7 +103,7 @@ def test_the_name_of_a_file_is_no_directory_of_shards(src: Path, tmp_path: Path,
     done = ckpt("merge", src, "m.safetensors", "--max-shard-size", "1kB", cwd=tmp_path)
     assert (
         done.returncode == 13
-        and "hint: name the directory m," in done.stderr
+        and "hint: name the directory without .safetensors" in done.stderr
         and not (tmp_path / "m.safetensors").exists()
     )
 
@@ -180,9 +180,19 @@ def test_a_second_run_gives_the_same_bytes(
     )
 
 
-def test_shards_go_into_a_directory(src: Path, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="shards go into a directory"):
-        ckpt_tools.merge(src, tmp_path / "m.safetensors", max_shard_bytes=1000)
+def test_directories_have_no_names_of_files(src: Path, tmp_path: Path) -> None:
+    calls: list[Callable[[Path], object]] = [
+        lambda dst: ckpt_tools.merge(src, dst, max_shard_bytes=1000),
+        lambda dst: ckpt_tools.reshard(src, dst, to_ranks=2),
+        lambda dst: ckpt_tools.convert(src, dst, to="dcp"),
+        lambda dst: ckpt_tools.convert(src, dst, to="hf"),
+        lambda dst: ckpt_tools.save(dst, {"a": 1}),
+    ]
+    for number, call in enumerate(calls):
+        for suffix in (".safetensors", ".pt", ".npz"):
+            with pytest.raises(PlanError, match="a directory is written, got the name of a file"):
+                call(tmp_path / f"{number}{suffix}")
+    assert not [p for p in tmp_path.iterdir() if p.suffix]
 
 
 def test_inspect_names_all_that_lies_there(src: Path, tmp_path: Path, ckpt: Run) -> None:

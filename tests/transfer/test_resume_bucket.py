@@ -218,7 +218,7 @@ def test_other_work_does_not_go_on_with_it(server: Server, source: Path, tmp_pat
     words = command(
         "merge", tmp_path / "src", f"s3://{bucket}/out.safetensors", server, "--jobs", "1"
     )
-    interrupt(words, fs, bucket, 4 * PART)
+    interrupt(words, fs, bucket, 2 * PART)
     assert open_root(f"s3://{bucket}", server.options).remove_leftovers() == []  # they are young
     # another source, for all that is known
     os.utime(next((tmp_path / "src").glob("*.distcp")), ns=(1, 1))
@@ -232,7 +232,7 @@ def test_other_work_does_not_go_on_with_it(server: Server, source: Path, tmp_pat
         command("merge", source / "src", f"s3://{bucket}/two.safetensors", server, "--jobs", "1"),
         fs,
         bucket,
-        before + 4 * PART,
+        before + 2 * PART,
     )
     wait_for_the_clock(server, bucket)
     left = open_root(f"s3://{bucket}", server.options).remove_leftovers(0)

@@ -143,6 +143,8 @@ class Checkpoint(Mapping[str, StoredTensor]):
     def _no_such(self, name: str) -> str:
         if name in self._source.catalog.objects:
             return f"{printable(name)} is an object, no tensor: ckpt_tools.load reads it"
+        if kind := self._source.catalog.unread.get(name):
+            return f"{printable(name)} is {printable(kind)}, which is not read"
         names = list(self._source.catalog.tensors)
         near = difflib.get_close_matches(name, names[:2000], 3, 0.5) or names[:3]
         shown = ", ".join(map(printable, near)) or "none"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.formats.base import new_attempt
+from ckpt_tools.formats.registry import refuse_file_name
 from ckpt_tools.loop.saving.save import RankNames, SaveReport, agree_layout, extras_of, write
 from ckpt_tools.loop.state.archives import ReadBack
 from ckpt_tools.loop.state.pack_objects import pack_objects
@@ -61,10 +62,12 @@ def save(
         timeout_s: how long ranks wait for each other before the missing one is named.
 
     Raises:
-        PlanError: the state has something that no load could restore.
+        PlanError: the state has something that no load could restore; or the path has the suffix
+            of a file.
         StorageError: the path exists already, or it cannot be written.
         PeerError: another rank failed; nothing is visible then.
     """
+    refuse_file_name(path)
     group = GlooGroup(timeout_s, process_group)
     try:
         group.meet("save", f"save({os.fspath(path)!r}{', overwrite=True' * overwrite})")

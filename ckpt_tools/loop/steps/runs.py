@@ -66,7 +66,7 @@ def prune(
     A pinned step stays. So does one that a link leads to, and one with files that no save wrote.
 
     Args:
-        root: directory of the run, a path or a URL. No job may be saving to it.
+        root: directory of the run, a path or a URL. A job may be saving to it.
         keep_last: how many of the newest complete steps stay, at least 1.
         keep_every: steps whose number is a multiple of this stay too.
         retention: rules in place of these two.

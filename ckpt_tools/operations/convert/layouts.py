@@ -294,7 +294,7 @@ class TargetLayout:
         if plain := sorted(self.parts.model.keys() - found):
             self.parts.notes.append(
                 f"taken for buffers, which every rank holds whole: {len(plain)}"
-                f" ({printable(', '.join(plain[:5]))})"
+                f" ({printable(', '.join(plain[:5]))}{', …' if len(plain) > 5 else ''})"
             )
         sharded = sharded_state(catalog, found)
         targets = [

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.formats.registry import refuse_file_name
 from ckpt_tools.operations.convert.targets import TARGETS, ConvertTarget, targets_with
 from ckpt_tools.operations.convert.training_state import NAMINGS
 from ckpt_tools.storage import is_url
@@ -44,11 +45,7 @@ def check_request(to: str, dst: str, how: Mapping[str, Any]) -> None:
     if to not in TARGETS:
         raise PlanError(f"cannot write {printable(to)!r}: expected one of {', '.join(TARGETS)}")
     target = TARGETS[to]
-    if target.suffixes and not dst.endswith(target.suffixes):
-        raise PlanError(
-            f"{to} is one file: expected a name that ends in {' or '.join(target.suffixes)}, got"
-            f" {printable(dst)!r}"
-        )
+    _check_name(to, target, dst)
     for option, flag in {"base": base_flag(how), **_FLAGS}.items():
         is_given = how.get(option) is not None and how.get(option) is not False
         is_for_map = option == "base" and how.get("key_map")
@@ -78,6 +75,17 @@ def check_request(to: str, dst: str, how: Mapping[str, Any]) -> None:
             ),
         )
     _check_naming(target, how.get("optimizer"), bool(how.get("model_only")))
+
+
+def _check_name(to: str, target: ConvertTarget, dst: str) -> None:
+    """Refuses the name of a directory for a file, and that of a file for a directory."""
+    if not target.suffixes:
+        refuse_file_name(dst)
+    elif not dst.endswith(target.suffixes):
+        raise PlanError(
+            f"{to} is one file: expected a name that ends in {' or '.join(target.suffixes)}, got"
+            f" {printable(dst)!r}"
+        )
 
 
 def _check_naming(target: ConvertTarget, naming: str | None, model_only: bool) -> None:

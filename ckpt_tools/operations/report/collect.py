@@ -294,10 +294,15 @@ def _verdict(
     if not_finite:
         more = f" and {len(not_finite) - 1} more" if len(not_finite) > 1 else ""
         return f"not finite: NaN or infinity in {not_finite[0]}{more}"
-    sealed = "sealed" if manifest is not None else "complete, without a manifest"
+    sealed = (
+        "sealed (a report reads no data: ckpt verify does)"
+        if manifest is not None
+        else "complete, without a manifest"
+    )
     finite = "finite" if is_measured else "values not measured"
     noun = "rank" if world_size == 1 else "ranks"
-    ranks = f"written by {world_size} {noun}, and resumes on any number" if world_size else ""
+    any_number = ", and resumes on any number" if manifest is not None else ""
+    ranks = f"written by {world_size} {noun}{any_number}" if world_size else ""
     return ", ".join(part for part in (sealed, finite, ranks) if part)
 
 
