@@ -231,7 +231,7 @@ def show_seal(result: SealResult) -> None:
     )
     if result.unknown:
         print(
-            "  as they are, with nothing to compare with before:"
+            "  sealed without a check, since they had no checksums:"
             f" {count(len(result.unknown), 'file')}"
         )
 

@@ -83,7 +83,9 @@ def thin(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Remove optimizer and loader state from old steps of a run. The models stay.
+    """Remove optimizer and loader state from old steps of a run.
+
+    The models stay, unless --drop names them.
 
     A thinned step is complete and sealed. It takes the place of the full one in one instant. Pinned
     steps, and steps with files that no save wrote, stay full. No job may be saving to ROOT. Exit
