@@ -162,7 +162,7 @@ def save_state(
     *,
     epoch: int = 0,
     batch: int = 0,
-    only: str = "",
+    only: str | None = None,
     **options: Any,
 ) -> None:
     """Saves everything that the accelerator has prepared or registered, as one step of a run.

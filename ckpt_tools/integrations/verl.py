@@ -18,7 +18,7 @@ from ckpt_tools.core.logs import log
 from ckpt_tools.integrations.common import contents, ours
 from ckpt_tools.loop.loading.load import load
 from ckpt_tools.loop.saving.single_save import save
-from ckpt_tools.loop.state.state_dict import TRAINABLE, RngState
+from ckpt_tools.loop.state.state_dict import Only, RngState
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.storage import is_url
 
@@ -45,7 +45,7 @@ class Checkpoints(_Manager):  # type: ignore[misc]
         if self.should_save_hf_model:
             log.warning("hf_model: run `ckpt convert %s OUT --to hf` instead", local_path)
         path, wanted = where(local_path), self.checkpoint_save_contents
-        only = TRAINABLE if self.should_save_lora_only and self._has_lora() else ""
+        only = Only.TRAINABLE if self.should_save_lora_only and self._has_lora() else None
         save(path, self._state(wanted), overwrite=True, only=only, files=self._files)
         self.previous_global_step = global_step
         if self.rank == 0:

@@ -24,7 +24,7 @@ def check_step(step: int) -> int:
     return number
 
 
-def shown_choice(only: str | Callable[[str], bool]) -> str:
+def shown_choice(only: str | Callable[[str], bool] | None) -> str:
     return "a function" if callable(only) else repr(only)
 
 

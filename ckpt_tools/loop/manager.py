@@ -50,7 +50,7 @@ from ckpt_tools.loop.save_times import SaveTimes
 from ckpt_tools.loop.saving.background import BackgroundWriter, PendingSave
 from ckpt_tools.loop.saving.collect import Collected, Collector, SaveRequest
 from ckpt_tools.loop.saving.hooks import Hooks, OnCommit, OnError
-from ckpt_tools.loop.saving.huggingface_copies import Exporter, HuggingFace
+from ckpt_tools.loop.saving.huggingface_copies import HuggingFace, HuggingFaceWriter
 from ckpt_tools.loop.saving.limits import WriteLimits
 from ckpt_tools.loop.saving.save import SaveReport
 from ckpt_tools.loop.search import StepSearch
@@ -233,7 +233,7 @@ class CheckpointManager:
             if export is not None:
                 export.check()
             if export is not None and self._group.rank == 0:
-                self._writer.exporter = Exporter(export, storage_options)
+                self._writer.huggingface = HuggingFaceWriter(export, storage_options)
         except BaseException:
             self._release()
             raise
@@ -284,7 +284,7 @@ class CheckpointManager:
         asynchronous: bool | None = None,
         *,
         overwrite: bool = False,
-        only: str | Callable[[str], bool] = "",
+        only: str | Callable[[str], bool] | None = None,
         files: Mapping[str, bytes] | Callable[[], Mapping[str, bytes]] | None = None,
         metrics: Mapping[str, float] | None = None,
         name: str | None = None,
@@ -705,8 +705,8 @@ class CheckpointManager:
                 if self._mirror is not None:
                     self._mirror.close()
             finally:
-                if self._writer.exporter is not None:
-                    self._writer.exporter.close()
+                if self._writer.huggingface is not None:
+                    self._writer.huggingface.close()
             self._writer.retain_copied()
         finally:
             self._release()
@@ -720,8 +720,8 @@ class CheckpointManager:
         self._stage.close()
         if self._mirror is not None:
             self._mirror.wait()
-        if self._writer.exporter is not None:
-            self._writer.exporter.wait()
+        if self._writer.huggingface is not None:
+            self._writer.huggingface.wait()
         if self._preemption is not None:
             self._preemption.close()
         if self._signals is not None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Unpack
 
@@ -65,15 +65,15 @@ class CopyResult:
     source: str
     destination: str
     files: Mapping[str, int]
-    kept_nbytes: int
-    client_nbytes: int
-    store_nbytes: int
+    kept_nbytes: int = 0
+    client_nbytes: int = 0
+    store_nbytes: int = 0
     notes: Sequence[str] = ()
     seconds: float = 0.0
     is_dry_run: bool = False
 
 
-class There(Enum):
+class DestinationState(Enum):
     """What a destination holds before a copy.
 
     ALIKE are files of the same sizes, without a manifest. UNFINISHED are files of an attempt or a
@@ -125,58 +125,40 @@ def copy(
         target = open_destination(dst, to_options)
         check_apart(source.path, target.url)
         _check_suffix(source, target.url)
-        work = _Work(source, target, options, group)
-        there = work.look_at() if target.exists() else There.NOTHING
-    if there is There.ALIKE:
-        there = There.SAME if work.is_same_there() else There.ANOTHER
+        work = _CopyJob(source, target, options, group)
+        there = work.look_at() if target.exists() else DestinationState.NOTHING
+    if there is DestinationState.ALIKE:
+        there = DestinationState.SAME if work.is_same_there() else DestinationState.ANOTHER
     check_agreement(group, (sorted(work.files.items()), there.name))
-    if there is There.SAME:
-        kept, note = sum(work.files.values()), "it is there already"
-        return CopyResult(
-            redacted(source.path),
-            redacted(target.url),
-            work.shown,
-            kept,
-            0,
-            0,
-            (note,),
-            time.monotonic() - began,
-        )
-    if there is There.ANOTHER:
+    result = CopyResult(redacted(source.path), redacted(target.url), work.shown)
+    if there is DestinationState.SAME:
+        kept, notes = sum(work.files.values()), ("it is there already",)
+        return replace(result, kept_nbytes=kept, notes=notes, seconds=time.monotonic() - began)
+    if there is DestinationState.ANOTHER:
         raise StorageError(
             f"the destination exists: {printable(target.url)}",
             hint="choose another, or remove it first",
         )
     if options.get("dry_run"):
-        kept = work.kept_nbytes()
-        return CopyResult(
-            redacted(source.path),
-            redacted(target.url),
-            work.shown,
-            kept,
-            sum(work.data.values()) - kept,
-            0,
-            (),
-            time.monotonic() - began,
-            True,
+        kept, all_nbytes = work.kept_nbytes(), sum(work.data.values())
+        seconds = time.monotonic() - began
+        return replace(
+            result,
+            client_nbytes=all_nbytes - kept,
+            kept_nbytes=kept,
+            seconds=seconds,
+            is_dry_run=True,
         )
     notes = read_again_if_wrong(source.store, work.do, group)
     source.store.close()
     moved = sum(work.missing.values())
-    kept, client, within = (
-        sum(work.data.values()) - moved,
-        0 if work.is_within else moved,
-        moved if work.is_within else 0,
-    )
-    return CopyResult(
-        redacted(source.path),
-        redacted(target.url),
-        work.shown,
-        kept,
-        client,
-        within,
-        notes,
-        time.monotonic() - began,
+    return replace(
+        result,
+        kept_nbytes=sum(work.data.values()) - moved,
+        client_nbytes=0 if work.is_within else moved,
+        store_nbytes=moved if work.is_within else 0,
+        notes=notes,
+        seconds=time.monotonic() - began,
     )
 
 
@@ -198,7 +180,7 @@ def _check_suffix(source: Source, url: str) -> None:
         )
 
 
-class _Work:
+class _CopyJob:
     """One copy, or one process's part of it: all files, their checksums, and the missing files."""
 
     def __init__(
@@ -340,24 +322,36 @@ class _Work:
         last = crc64nvme(read(self.source.store, self.index)) if self.index else self.source.path
         return attempt_for(f"{last} {sorted(self.data.items())}")
 
-    def look_at(self) -> There:
+    def look_at(self) -> DestinationState:
         """Tells what the destination holds."""
         store, name = self.target.existing_result()
         if self.single or name:
             is_alike = store.list_files().get(name) == sum(self.files.values())
-            return There.ALIKE if is_alike and name == self.single else There.ANOTHER
+            return (
+                DestinationState.ALIKE
+                if is_alike and name == self.single
+                else DestinationState.ANOTHER
+            )
         files = store.list_files(below=True)
         if self.target.needs_index and self.index not in files:
             others = [name for name in files if name not in self.files and name != LOCK]
             if has_index(others):
-                return There.ANOTHER
+                return DestinationState.ANOTHER
             self._check_own([name for name in files if name in self.files])
             is_foreign = set(others) - self.target.unfinished(others)
-            return There.ANOTHER if is_foreign else There.UNFINISHED
+            return DestinationState.ANOTHER if is_foreign else DestinationState.UNFINISHED
         is_same = all(files.get(name) == nbytes for name, nbytes in self.files.items())
         if self.manifest is None:
-            return There.ALIKE if is_same and manifest_of(store) is None else There.ANOTHER
-        return There.SAME if is_same and manifest_of(store) == self.manifest else There.ANOTHER
+            return (
+                DestinationState.ALIKE
+                if is_same and manifest_of(store) is None
+                else DestinationState.ANOTHER
+            )
+        return (
+            DestinationState.SAME
+            if is_same and manifest_of(store) == self.manifest
+            else DestinationState.ANOTHER
+        )
 
     def _check_own(self, names: Sequence[str]) -> None:
         """Refuses to overwrite objects of other tools that differ from the source.
@@ -473,7 +467,10 @@ class _Work:
                 if self.group.rank == 0 and not self.single:
                     claim = self.target.claim()
                 if claim is not None:
-                    if self.look_at() not in (There.NOTHING, There.UNFINISHED):
+                    if self.look_at() not in (
+                        DestinationState.NOTHING,
+                        DestinationState.UNFINISHED,
+                    ):
                         raise appeared(self.target.url)
                     if claim.is_inherited:
                         self.target.give_up_uploads(self.data)

@@ -110,7 +110,7 @@ def test_a_copy_for_hugging_face_lies_beside_each_second_step(tmp_path: Path) ->
                 model["model"].weight.fill_(step)
             kept[step] = {n: t.bfloat16() for n, t in model.state_dict().items()}
             checkpoints.save(step, {"model": model}, asynchronous=False)
-            checkpoints._writer.exporter.wait()  # type: ignore[union-attr]
+            checkpoints._writer.huggingface.wait()  # type: ignore[union-attr]
     names = {p.name for p in (tmp_path / "run").iterdir() if not p.name.startswith(".")}
     assert names == {"step-00000002-hf", "step-00000004", "step-00000004-hf"}
     for step in (2, 4):

@@ -50,7 +50,7 @@ from ckpt_tools.loop.state.restore import restore, set_state_of_rank
 from ckpt_tools.loop.state.shards import Shard, alias_key, local_shards
 from ckpt_tools.loop.state.state_dict import (
     STRUCTURE,
-    TRAINABLE,
+    Only,
     PerRank,
     PlacedPerRank,
     check_state,
@@ -548,7 +548,7 @@ def _per_rank(
 
 def _lacks_frozen(manifest: Manifest | None) -> bool:
     """Tells whether the save may have left out frozen parameters."""
-    return manifest is not None and manifest.source.get("only") in (TRAINABLE, "chosen")
+    return manifest is not None and manifest.source.get("only") in tuple(Only)
 
 
 def _set_per_rank(state: Any, held: PlacedPerRank, value: Any) -> None:

@@ -18,7 +18,7 @@ from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.formats.base import new_attempt
 from ckpt_tools.loop.saving.hooks import Hooks
-from ckpt_tools.loop.saving.huggingface_copies import Exporter
+from ckpt_tools.loop.saving.huggingface_copies import HuggingFaceWriter
 from ckpt_tools.loop.saving.limits import WriteLimits
 from ckpt_tools.loop.saving.save import SaveExtras, SaveLayout, SaveReport, write
 from ckpt_tools.loop.state.archives import ReadBack
@@ -70,7 +70,7 @@ class BackgroundWriter:
     """Writes the steps of a run, in the background or at once.
 
     Attributes:
-        lock, mirror, exporter: only on rank 0, and only if the run has them.
+        lock, mirror, huggingface: only on rank 0, and only if the run has them.
         resumed: a step that stays until a newer one is committed.
         last_step: the newest step that was written or resumed from.
         last_save: the report of the last save.
@@ -79,7 +79,7 @@ class BackgroundWriter:
 
     lock: RootLock | None = None
     mirror: Mirror | None = None
-    exporter: Exporter | None = None
+    huggingface: HuggingFaceWriter | None = None
     resumed: Path | str | None = None
     last_step: int | None = None
     last_save: SaveReport | None = None
@@ -360,8 +360,8 @@ class BackgroundWriter:
                 )
         if self.mirror is not None:
             self.mirror.add(step, Path(path))
-        if self.exporter is not None:
-            self.exporter.add(step, path)
+        if self.huggingface is not None:
+            self.huggingface.add(step, path)
         self._background().submit(self._retain)
 
     def _retain(self) -> None:
@@ -376,7 +376,7 @@ class BackgroundWriter:
             *([self.resumed] if self.resumed else []),
             *([self.last_save.path] if self.last_save else []),
             *(self.mirror.needed() if self.mirror else []),
-            *(self.exporter.needed() if self.exporter else []),
+            *(self.huggingface.needed() if self.huggingface else []),
             *(
                 self.root.step_path(step_name(step, pattern))
                 for step in set(self.protected)
@@ -388,7 +388,7 @@ class BackgroundWriter:
 
     def retain_copied(self) -> None:
         """Removes old steps that stayed only until they were copied. Rank 0 calls it at the end."""
-        if self.last_save is not None and (self.mirror or self.exporter):
+        if self.last_save is not None and (self.mirror or self.huggingface):
             self._background().submit(self._retain).result()
 
     @property

@@ -38,7 +38,7 @@ class SaveRequest:
 
     what: str
     state: Mapping[str, Any]
-    only: str | Callable[[str], bool]
+    only: str | Callable[[str], bool] | None
     files: Files | None
     metrics: Mapping[str, float] | None
     statistics: bool

@@ -67,7 +67,7 @@ class HuggingFace:
             raise StorageError(f"HuggingFace: no such directory: {printable(str(self.base))}")
 
 
-class Exporter:
+class HuggingFaceWriter:
     """Converts the newest waiting step. A failure is logged, and `close` raises the last one."""
 
     def __init__(self, how: HuggingFace, storage_options: Mapping[str, Any] | None) -> None:

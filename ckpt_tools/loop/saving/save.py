@@ -37,7 +37,7 @@ from ckpt_tools.loop.saving.write import (
     write_part,
 )
 from ckpt_tools.loop.state.shard_info import ShardInfo
-from ckpt_tools.loop.state.state_dict import TRAINABLE
+from ckpt_tools.loop.state.state_dict import Only
 from ckpt_tools.publish.base import Attempt, Destination
 from ckpt_tools.publish.manifest import Manifest, SealedTensor
 from ckpt_tools.ranks.gloo import GlooGroup
@@ -139,8 +139,7 @@ class SaveExtras:
 
     Attributes:
         files: contents of small files that lie in the checkpoint, by name.
-        only: `"trainable"` if frozen parameters are left out, `"chosen"` if a function chose, else
-            "".
+        only: which part of the state is written; None for all of it.
         metrics: numbers of the step. The manifest stores one that is not finite as null.
         statistics: measure every tensor. All ranks have the same value.
         before: the step that was saved last, with the same layout, to measure changes from.
@@ -148,7 +147,7 @@ class SaveExtras:
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
-    only: str = ""
+    only: Only | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     statistics: bool = False
     before: Path | None = None
@@ -156,7 +155,7 @@ class SaveExtras:
 
 
 def extras_of(
-    only: str | Callable[[str], bool],
+    only: str | Callable[[str], bool] | None,
     files: Mapping[str, bytes] | None,
     metrics: Mapping[str, float] | None = None,
     statistics: bool = False,
@@ -167,8 +166,10 @@ def extras_of(
         ValueError: an unknown choice, or a name that a checkpoint needs for itself.
         TypeError: a file is not bytes, or a metric is not a number.
     """
-    if not callable(only) and only not in ("", TRAINABLE):
-        raise ValueError(f"only: expected {TRAINABLE!r} or a function of a name, got {only!r}")
+    if not callable(only) and only not in (None, Only.TRAINABLE):
+        raise ValueError(
+            f"only: expected {Only.TRAINABLE.value!r} or a function of a name, got {only!r}"
+        )
     for name, data in (files or {}).items():
         if not isinstance(name, str) or len(name.encode()) > 200 or not name.isprintable():
             raise ValueError(f"files: expected a short printable name, got {name!r}")
@@ -176,7 +177,7 @@ def extras_of(
             raise ValueError(f"files: a step cannot have a file named {name!r}")
         if not isinstance(data, bytes):
             raise TypeError(f"files[{name!r}]: expected bytes, got a {type(data).__name__}")
-    kind = "chosen" if callable(only) else only
+    kind = Only.CHOSEN if callable(only) else Only(only) if only is not None else None
     return SaveExtras(dict(files or {}), kind, numbers_of(metrics or {}), statistics)
 
 

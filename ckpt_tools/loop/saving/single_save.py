@@ -34,7 +34,7 @@ def save(
     state: Mapping[str, Any],
     *,
     overwrite: bool = False,
-    only: str | Callable[[str], bool] = "",
+    only: str | Callable[[str], bool] | None = None,
     files: Mapping[str, bytes] | Callable[[], Mapping[str, bytes]] | None = None,
     metrics: Mapping[str, float] | None = None,
     statistics: bool = False,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -49,7 +50,14 @@ from ckpt_tools.loop.state.shards import is_meta
 from ckpt_tools.loop.state.state_cache import KnownExport, StateCache
 from ckpt_tools.loop.state.unchanged import ModuleGuard, OptimizerGuard
 
-TRAINABLE = "trainable"
+
+class Only(StrEnum):
+    """Which part of its state a save has written, as its manifest names it."""
+
+    TRAINABLE = "trainable"  # without frozen parameters
+    CHOSEN = "chosen"  # by a function of the caller
+
+
 STRUCTURE = "__structure__"  # last key of a value whose tensors are separate entries
 _RANK = "rank_"
 
@@ -300,7 +308,7 @@ def check_state(state: object) -> None:
 def export(
     state: Mapping[str, Any],
     stored: StoredStates | None = None,
-    only: str | Callable[[str], bool] = "",
+    only: str | Callable[[str], bool] | None = None,
     cache: StateCache | None = None,
 ) -> ExportedState:
     """Returns a user's state under flat names.
