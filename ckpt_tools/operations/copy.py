@@ -132,21 +132,24 @@ def copy(
     check_agreement(group, (sorted(work.files.items()), there.name))
     result = CopyResult(redacted(source.path), redacted(target.url), work.shown)
     if there is DestinationState.SAME:
-        kept, notes = sum(work.files.values()), ("it is there already",)
-        return replace(result, kept_nbytes=kept, notes=notes, seconds=time.monotonic() - began)
+        return replace(
+            result,
+            kept_nbytes=sum(work.files.values()),
+            notes=("it is there already",),
+            seconds=time.monotonic() - began,
+        )
     if there is DestinationState.ANOTHER:
         raise StorageError(
             f"the destination exists: {printable(target.url)}",
             hint="choose another, or remove it first",
         )
     if options.get("dry_run"):
-        kept, all_nbytes = work.kept_nbytes(), sum(work.data.values())
-        seconds = time.monotonic() - began
+        kept = work.kept_nbytes()
         return replace(
             result,
-            client_nbytes=all_nbytes - kept,
             kept_nbytes=kept,
-            seconds=seconds,
+            client_nbytes=sum(work.data.values()) - kept,
+            seconds=time.monotonic() - began,
             is_dry_run=True,
         )
     notes = read_again_if_wrong(source.store, work.do, group)
