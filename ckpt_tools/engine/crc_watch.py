@@ -6,14 +6,16 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.core.box import Copy, CopyTable
 from ckpt_tools.core.catalog import RAW, Extent
 from ckpt_tools.core.checksum import crc32, join_crc32
 from ckpt_tools.core.plan import Plan
-from ckpt_tools.engine.kernels import Bytes
 from ckpt_tools.errors import IntegrityError, printable
+
+if TYPE_CHECKING:
+    from ckpt_tools.engine.kernels import Bytes  # `ckpt inspect` does not import numpy
 
 
 class RangeCrcs(NamedTuple):

@@ -25,7 +25,7 @@ from ckpt_tools.core.catalog import (
     TensorEntry,
     files_of,
 )
-from ckpt_tools.core.checksum import crc64nvme
+from ckpt_tools.core.checksum import LateChecksums
 from ckpt_tools.core.dtypes import DType, by_name
 from ckpt_tools.core.plan import Literal, Slot, Target, Trailer
 from ckpt_tools.errors import (
@@ -82,7 +82,7 @@ def read_catalog(store: Store) -> Catalog:
         raise FormatError(f"no .metadata in {printable(store.url)}")
     _check_ranks(files, names)
     is_large = len(names) == 1 and files[names[0]] >= _MANY_BYTES
-    crcs: dict[str, int] = {}
+    crcs = LateChecksums()
     found = _read_many(store, names[0], crcs) if is_large else None
     entries, objects, parsed, aside = found or _read(store, names, crcs)
     items = {
@@ -275,14 +275,14 @@ def _resolved(opened: OpenedFile, tensor: UnreadTensor) -> bytes:
 _Read = tuple[dict[str, TensorEntry], dict[str, list[Extent]], list[Metadata], _UnreadTensors]
 
 
-def _read_index(store: Store, name: str, crcs: dict[str, int]) -> bytes:
+def _read_index(store: Store, name: str, crcs: LateChecksums) -> bytes:
     """Reads a metadata file, and notes its CRC-64."""
     data = read(store, name)
-    crcs[name] = crc64nvme(data)
+    crcs.note(name, data)
     return data
 
 
-def _read(store: Store, names: Iterable[str], crcs: dict[str, int]) -> _Read:
+def _read(store: Store, names: Iterable[str], crcs: LateChecksums) -> _Read:
     """Reads metadata files one by one, and notes their CRC-64.
 
     Returns tensors, objects with their replicas, the contents of each file, and the tensors of
@@ -307,7 +307,7 @@ def _read(store: Store, names: Iterable[str], crcs: dict[str, int]) -> _Read:
     return entries, objects, parsed, aside
 
 
-def _read_many(store: Store, name: str, crcs: dict[str, int]) -> _Read | None:
+def _read_many(store: Store, name: str, crcs: LateChecksums) -> _Read | None:
     """Reads a file with very many chunks as arrays; None if the file is not regular enough.
 
     Returns the same as `_read`.
