@@ -54,6 +54,29 @@ def resident_mib(key: str = "VmRSS") -> float:
     return int(line.split()[1]) / 1024
 
 
+# ---- statistics ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_gpu_measures_what_the_host_measures(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    on_host = {name: torch.randn(1000, 33) for name in ("a", "b")}
+    on_host["b"][3, 3] = float("nan")  # the engine measures this one
+    found = []
+    for name, device in (("host", "cpu"), ("device", "cuda")):
+        state = {key: value.to(device) for key, value in on_host.items()}
+        with CheckpointManager(tmp_path / name, statistics=True) as checkpoints:
+            checkpoints.save(1, {"model": state}, asynchronous=asynchronous)
+        manifest = ckpt_tools.steps(tmp_path / name)[0].manifest
+        assert manifest is not None
+        found.append(
+            {n: t.statistics and t.statistics.packed() for n, t in manifest.tensors.items()}
+        )
+    assert found[0] == found[1] and len(found[0]) == 2
+
+
 # ---- values --------------------------------------------------------------------------------------
 
 

@@ -55,6 +55,7 @@ from ckpt_tools.loop.saving.limits import WriteLimits
 from ckpt_tools.loop.saving.save import SaveReport
 from ckpt_tools.loop.search import StepSearch
 from ckpt_tools.loop.signals import SignalWatch
+from ckpt_tools.loop.state.device_statistics import measure_on_device
 from ckpt_tools.loop.state.late_staging import LateStaging
 from ckpt_tools.loop.state.staging import StagedTensors, Stager
 from ckpt_tools.loop.state.state_dict import check_state
@@ -364,9 +365,11 @@ class CheckpointManager:
                 return True
             self._save_times.saved()
             collected = self._collector.collect(request, laps)
+            # before the copy, so that both see the same values
+            measured = measure_on_device(collected.tensors) if collected.extras.statistics else None
             staged = self._stage_shards(collected, is_background)
             laps.lap("copy")
-        extras = replace(collected.extras, timing=laps.seconds)
+        extras = replace(collected.extras, timing=laps.seconds, measured=measured)
         stall_s = time.monotonic() - began if is_background else 0.0
         save = PendingSave(
             step,

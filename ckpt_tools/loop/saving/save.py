@@ -36,6 +36,7 @@ from ckpt_tools.loop.saving.write import (
     write_files,
     write_part,
 )
+from ckpt_tools.loop.state.device_statistics import DeviceMoments, by_name
 from ckpt_tools.loop.state.shard_info import ShardInfo
 from ckpt_tools.loop.state.state_dict import Only
 from ckpt_tools.publish.base import Attempt, Destination
@@ -135,7 +136,7 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class SaveExtras:
-    """What a save has besides the state; only rank 0's counts.
+    """What a save has besides the state. Only rank 0's counts, except for `measured`.
 
     Attributes:
         files: contents of small files that lie in the checkpoint, by name.
@@ -143,6 +144,7 @@ class SaveExtras:
         metrics: numbers of the step. The manifest stores one that is not finite as null.
         statistics: measure every tensor. All ranks have the same value.
         before: the step that was saved last, with the same layout, to measure changes from.
+        measured: the statistics of this rank's shards on an accelerator.
         timing: seconds of the phases before the write.
     """
 
@@ -151,6 +153,7 @@ class SaveExtras:
     metrics: Mapping[str, float] = field(default_factory=dict)
     statistics: bool = False
     before: Path | None = None
+    measured: DeviceMoments | None = None
     timing: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -433,9 +436,19 @@ def write(
             if group.rank:
                 staged = target.join(attempt)
             packed = list(objects.values())
-            measures, before = extras.statistics, extras.before
+            numbers = layout.task.shards
+            names = [layout.names.infos[number].fqn for number in numbers]
             part = write_part(
-                layout.file, target, staged, memory, packed, jobs, measures, before, progress
+                layout.file,
+                target,
+                staged,
+                memory,
+                packed,
+                jobs,
+                extras.statistics,
+                extras.before,
+                by_name(names, extras.measured.result()) if extras.measured is not None else None,
+                progress,
             )
         parts = group.gather(part._replace(shares={}), f"write {what}")
         fingerprints = group.xor(_fingerprints(layout, part.shares), f"write {what}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ckpt_tools.formats.base import new_attempt
 from ckpt_tools.formats.registry import refuse_file_name
 from ckpt_tools.loop.saving.save import RankNames, SaveReport, agree_layout, extras_of, write
 from ckpt_tools.loop.state.archives import ReadBack
+from ckpt_tools.loop.state.device_statistics import measure_on_device
 from ckpt_tools.loop.state.pack_objects import pack_objects
 from ckpt_tools.loop.state.shard_info import shard_infos
 from ckpt_tools.loop.state.shards import local_shards
@@ -84,7 +86,10 @@ def save(
             names = RankNames(shard_infos(shards), tuple(objects), values, paths)
             layout = agree_layout(group, names)
             with group.phase("copy the state"):
-                memory = Stager().live([shards[i].tensor for i in layout.task.shards]).wait()
+                tensors = [shards[i].tensor for i in layout.task.shards]
+                if statistics:
+                    extras = replace(extras, measured=measure_on_device(tensors))
+                memory = Stager().live(tensors).wait()
         target = open_destination(path, storage_options)
         step = number_in(target.url.rstrip("/").rpartition("/")[2])
         attempt = group.broadcast(new_attempt(), "begin")

@@ -114,6 +114,7 @@ def write_part(
     jobs: int,
     measures: bool = False,
     before: Path | None = None,
+    measured: Mapping[str, Moments] | None = None,
     progress: Progress | None = None,
 ) -> RankFile:
     """Writes a rank's file and makes it durable.
@@ -127,6 +128,7 @@ def write_part(
         jobs: threads.
         measures: also compute statistics.
         before: the step before, with the same layout, from which the changes are measured.
+        measured: tensors whose values were measured before.
         progress: called with the bytes of each batch that is written, by any thread.
 
     Raises:
@@ -148,6 +150,7 @@ def write_part(
         lambda file: target.name(file, staged.attempt),
         measures=measures,
         before=LocalStore(before) if measures and before is not None else None,
+        measured=measured,
     )
     laps = Laps()
     try:
