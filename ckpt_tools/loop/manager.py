@@ -33,6 +33,7 @@ from ckpt_tools.errors import (
     StorageError,
     printable,
 )
+from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.loop import at_exit
 from ckpt_tools.loop.arguments import (
     check_choice,
@@ -264,7 +265,7 @@ class CheckpointManager:
             self._root.check_shared(written, self._group.rank)
 
     def _open_root(self) -> None:
-        if self._root.has_file(".metadata"):
+        if self._root.has_file(dcp.LOOKS_FOR):
             raise StorageError(
                 f"the directory of a run is itself a checkpoint: {printable(str(self.root))}",
                 hint="give the directory that holds the steps",

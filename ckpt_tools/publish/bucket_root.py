@@ -87,7 +87,7 @@ class BucketRoot:
     def unpin(self, name: str) -> None:
         self._store(name).remove([PIN])
 
-    def remove(self, name: str, attempt: str, reason_to_keep: Callable[[str], str]) -> None:
+    def remove(self, name: str, attempt: str, reason_to_keep: Callable[[str], str | None]) -> None:
         """See `RunRoot`. A store removes no object on a condition, so it looks just before.
 
         It asks for the index and the pin. Other files are those of the last listing.

@@ -164,7 +164,7 @@ class LocalRoot:
         except OSError as error:
             raise failed("unpin", step, error) from error
 
-    def remove(self, name: str, attempt: str, reason_to_keep: Callable[[str], str]) -> None:
+    def remove(self, name: str, attempt: str, reason_to_keep: Callable[[str], str | None]) -> None:
         step = self.path / name
         trash = trash_path(step, attempt)
         lock = self._lock_step(step)

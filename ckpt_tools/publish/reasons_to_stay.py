@@ -19,8 +19,8 @@ MAX_NAMES = 3  # that a message shows
 
 def reason_to_stay(
     root: RunRoot, step: Step, links: Sequence[tuple[str, str]], name: str = ""
-) -> str:
-    """Returns why a step must stay; "" if it may be removed.
+) -> str | None:
+    """Returns why a step must stay; None if it may be removed.
 
     Args:
         root: of the run.
@@ -41,7 +41,7 @@ def reason_to_stay(
             "it holds files that no save wrote:"
             f" {printable(', '.join(foreign[:MAX_NAMES]))}{more}; move them to let it go"
         )
-    return ""
+    return None
 
 
 def files_to_keep(root: RunRoot, name: str, manifest: Manifest) -> list[str]:

@@ -201,7 +201,7 @@ class RunRoot(Protocol):
         """
         ...
 
-    def remove(self, name: str, attempt: str, reason_to_keep: Callable[[str], str]) -> None:
+    def remove(self, name: str, attempt: str, reason_to_keep: Callable[[str], str | None]) -> None:
         """Removes a step: first its name or index, in one instant, then its bytes.
 
         If another process has removed it, it does nothing.
@@ -209,7 +209,7 @@ class RunRoot(Protocol):
         Args:
             name: of the step.
             attempt: id of the attempt that wrote it.
-            reason_to_keep: returns why the step must stay after all, "" if it may go. It is called
+            reason_to_keep: returns why the step must stay after all, None if it may go. It is called
                 at the last instant, with the name under which the step lies then.
 
         Raises:

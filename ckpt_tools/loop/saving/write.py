@@ -228,7 +228,7 @@ def describe(
         {},
         world_size=len(parts),
         files=files,
-        index=(".metadata", SealedFile(len(index), hex64(crc64nvme(index)))),
+        index=(dcp.LOOKS_FOR, SealedFile(len(index), hex64(crc64nvme(index)))),
         tensors=tensors,
         objects={fqn: seal_file(o.nbytes, o.crc64, ()) for fqn, o in objects.items()},
     )
@@ -241,5 +241,5 @@ def commit(staged: Attempt, manifest: Manifest, index: bytes) -> list[str]:
         StorageError: it failed. Then nothing is visible.
     """
     return staged.publish(
-        Literal(file_name(staged.attempt), 0, manifest.render()), Literal(".metadata", 0, index)
+        Literal(file_name(staged.attempt), 0, manifest.render()), Literal(dcp.LOOKS_FOR, 0, index)
     )

@@ -218,11 +218,11 @@ def _choose(
         sound.add(str(step.path))
 
 
-def remove_named(root: RunRoot, name: str) -> str:
+def remove_named(root: RunRoot, name: str) -> str | None:
     """Removes a checkpoint with a name of its own, in one instant.
 
     Returns why it stays: it is no checkpoint that a save wrote, or other files lie in it. Returns
-    "" if it is removed.
+    None if it is removed.
     """
     path = root.step_path(name)
     if os.path.islink(path):
@@ -234,17 +234,17 @@ def remove_named(root: RunRoot, name: str) -> str:
         return reason
     manifest = step.manifest
 
-    def reason_to_keep(now: str) -> str:
+    def reason_to_keep(now: str) -> str | None:
         return _changed(root, now, manifest.attempt) or _foreign_text(
             files_to_keep(root, now, manifest)
         )
 
     root.remove(name, manifest.attempt, reason_to_keep)
-    return ""
+    return None
 
 
-def _foreign_text(names: Sequence[str]) -> str:
-    return f"other files lie in it: {printable(', '.join(names[:MAX_NAMES]))}" if names else ""
+def _foreign_text(names: Sequence[str]) -> str | None:
+    return f"other files lie in it: {printable(', '.join(names[:MAX_NAMES]))}" if names else None
 
 
 # ---- pins ----------------------------------------------------------------------------------------
@@ -286,15 +286,15 @@ def remove_step(root: RunRoot, step: Step) -> None:
     assert step.manifest is not None
     attempt = step.manifest.attempt
 
-    def reason_to_keep(name: str) -> str:
+    def reason_to_keep(name: str) -> str | None:
         changed = _changed(root, name, attempt)
         return changed or reason_to_stay(root, step, root.links(), name)
 
     root.remove(step.name, attempt, reason_to_keep)
 
 
-def _changed(root: RunRoot, name: str, attempt: str) -> str:
-    """Returns what has happened to a step since it was judged; "" for nothing.
+def _changed(root: RunRoot, name: str, attempt: str) -> str | None:
+    """Returns what has happened to a step since it was judged; None for nothing.
 
     A job that goes back to an older step writes its numbers anew.
     """
@@ -303,6 +303,6 @@ def _changed(root: RunRoot, name: str, attempt: str) -> str:
         manifest = find_manifest(store)
         if manifest is None or manifest.attempt != attempt:
             return "another save has taken its place"
-        return "it was pinned a moment ago" if PIN in store.list_files() else ""
+        return "it was pinned a moment ago" if PIN in store.list_files() else None
     finally:
         store.close()
