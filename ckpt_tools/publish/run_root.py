@@ -209,8 +209,8 @@ class RunRoot(Protocol):
         Args:
             name: of the step.
             attempt: id of the attempt that wrote it.
-            reason_to_keep: returns why the step must stay after all, None if it may go. It is called
-                at the last instant, with the name under which the step lies then.
+            reason_to_keep: returns why the step must stay after all; None if it may go. It is
+                called at the last instant, with the name under which the step lies then.
 
         Raises:
             StorageError: it could not be removed, or must stay. Then it is as it was.
