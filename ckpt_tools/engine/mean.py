@@ -212,10 +212,10 @@ class MeanStore:
             total *= 1.0 / self._divisor
         else:
             total /= self._divisor
-        if not np.isfinite(total.sum()):
-            self._check_finite(path, box, total)
         overflowed = round_once(total, self._dtypes[path], into)
         self.notes.overflowed.pop((path, box), None)
+        if overflowed is not None:
+            self._check_finite(path, box, total)
         if overflowed:
             self.notes.overflowed[path, box] = overflowed
 
@@ -364,10 +364,10 @@ def add_scaled(
             into += values
 
 
-def round_once(values: Doubles, dtype: DType, into: Bytes) -> int:
+def round_once(values: Doubles, dtype: DType, into: Bytes) -> int | None:
     """Rounds float64 values to the nearest of another type, to even if two are equally near.
 
-    Returns the number of finite values that became infinite.
+    Returns the number of finite values that became infinite; None if all results are finite.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         if dtype.name == "bfloat16":
@@ -377,6 +377,9 @@ def round_once(values: Doubles, dtype: DType, into: Bytes) -> int:
         else:
             result = into.view(dtype.name)
             result[:] = values
+            # one pass; NaN and infinity would be in the sum
+            if np.isfinite(result.sum(dtype=np.float32 if dtype.itemsize == 2 else None)):
+                return None
             is_inf = np.isinf(result)
     num_inf = int(np.count_nonzero(is_inf))
     return num_inf - int(np.count_nonzero(np.isinf(values))) if num_inf else 0
