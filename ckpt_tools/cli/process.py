@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from ckpt_tools.errors import printable_lines, redacted
+from ckpt_tools.ranks.base import is_launched
 
 EXIT_STATUS = """EXIT STATUS
 
@@ -19,8 +20,13 @@ EXIT_STATUS = """EXIT STATUS
 
 
 def terminated(number: int, frame: Any) -> NoReturn:
-    """Ends the command after SIGTERM."""
+    """Ends the command after SIGTERM.
+
+    A process of torchrun says nothing: torchrun ends the others if one has failed.
+    """
     del frame
+    if is_launched(os.environ):
+        raise SystemExit(128 + number)
     with suppress(RuntimeError):  # the signal came while something was printed
         fail("terminated by SIGTERM", None, 128 + number, "Terminated")
     raise SystemExit(128 + number)

@@ -232,6 +232,8 @@ class CheckpointManager:
         try:
             self._claim(there, mirror_every)
             self._late = LateStaging() if overlap_copy else None
+            if export is not None and not isinstance(export, HuggingFace):
+                raise TypeError(f"export: expected a HuggingFace, got {export!r}")
             if export is not None:
                 export.check()
             if export is not None and self._group.rank == 0:

@@ -323,7 +323,7 @@ def test_a_step_of_a_bucket_with_a_foreign_file_stays(server: Server) -> None:
 def test_overwriting_in_a_bucket_removes_no_foreign_file(
     name: str, server: Server, tmp_path: Path, ckpt: Run
 ) -> None:
-    fs, root = server.bucket("overwritten"), f"overwritten/{name.replace('/', '-')}"
+    fs, root = server.bucket("overwritten"), f"overwritten/of-{FOREIGN.index(name)}"
     source, options = checkpoint(tmp_path / "src"), {"storage_options": server.options}
     ckpt_tools.reshard(source, f"s3://{root}", to_ranks=1, **options)
     fs.pipe_file(f"{root}/{name}", MINE)

@@ -62,7 +62,7 @@ class HuggingFace:
             raise PlanError(f"HuggingFace: convert has no option {sorted(unknown)[0]!r}")
         if self.dtype is not None:
             dtype_by_name(self.dtype)
-        check_request("peft" if self.adapter else "hf", "", given)
+        check_request("peft" if self.adapter else "hf", ".", given)
         if self.base is not None and not is_url(self.base) and not os.path.isdir(self.base):
             raise StorageError(f"HuggingFace: no such directory: {printable(str(self.base))}")
 
