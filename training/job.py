@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckpt_tools import RngState
-from ckpt_tools.core.naming import (strip_wrappers)
+from ckpt_tools.core.naming import strip_wrappers
 from training import config as configuration
 from training import factory, parallel, pretrained, weights
 from training import model as models

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import ckpt_tools
-from ckpt_tools.core.naming import (strip_wrappers)
+from ckpt_tools.core.naming import strip_wrappers
 from training.config import Config, ConfigError
 from training.initialize import keep_shard
 from training.model import sizes_of
