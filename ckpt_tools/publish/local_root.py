@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.core.logs import log
-from ckpt_tools.errors import StorageError, printable
+from ckpt_tools.errors import NotACheckpointError, StorageError, printable
 from ckpt_tools.formats.base import PIN, note_of
 from ckpt_tools.publish.attempt_mark import remove_tree
 from ckpt_tools.publish.flock import owner_problem, release
@@ -59,6 +59,8 @@ class LocalRoot:
             found = sorted(os.scandir(self.path), key=lambda e: e.name)
         except FileNotFoundError:
             return RootEntries({}, ())
+        except NotADirectoryError:
+            raise NotACheckpointError(f"not a directory: {printable(str(self.path))}") from None
         except OSError as error:
             raise failed("list", self.path, error) from error
         return RootEntries(

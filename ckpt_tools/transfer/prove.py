@@ -86,8 +86,8 @@ def prove_fingerprints(
                 f" {hex64(sealed.crc64)}, got {hex64(computed[name])}"
                 f" ({printable(sealed.fqn)!r} in {printable(source.path)})",
                 hint=(
-                    "nothing was written; try again in case the network did it, else restore the"
-                    " files or take another step"
+                    "if the network did it, another try is right; else restore the files or take"
+                    " another step"
                 ),
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
@@ -48,7 +49,8 @@ def of_checkpoint(src: Path_, reads: bool, **options: Unpack[Reading]) -> Values
     """
     storage_options, shapes = options.get("storage_options"), options.get("shapes")
     checked = verify(src, quick=True, storage_options=storage_options, shapes=shapes)
-    problems = [str(problem) for problem in checked.problems]
+    texts = Counter(map(str, checked.problems))  # one damaged file may concern many entries
+    problems = [f"{text} ({n:,} entries)" if n > 1 else text for text, n in texts.items()]
     try:
         report = inspect(src, storage_options, shapes)
     except CheckpointError:
