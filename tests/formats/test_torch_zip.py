@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -221,3 +222,64 @@ def test_an_item_past_4_gib_is_found_in_torchs_zip64_and_torch_opens_ours(tmp_pa
         store, [ArchiveItem(Extent("ours", 0, size, TORCH_ZIP), BY_NAME["uint8"], (numel,))]
     )
     assert (extent.start, extent.nbytes) == (len(wrapping.prefix), numel)
+
+
+def outcome(store: MemoryStore, item: ArchiveItem, beside: Sequence[ArchiveItem] = ()) -> object:
+    """What is found for one archive, alone or beside others, or the error."""
+    try:
+        return dict(locate_payloads(store, list(beside) or [item]))[item.extent]
+    except FormatError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("gap", [0, 24])
+@pytest.mark.parametrize("odd", ["", "transposed", "view", "dtype", "empty"])
+def test_archives_that_equal_their_neighbours_are_found_as_each_alone(odd: str, gap: int) -> None:
+    tensors = [torch.randn(4, 4) for _ in range(40)]
+    others = {
+        "transposed": torch.randn(4, 4).t(),
+        "view": torch.randn(8, 4)[4:],
+        "dtype": torch.arange(16, dtype=torch.int32).reshape(4, 4),
+        "empty": torch.zeros(0, 4),
+    }
+    if odd:
+        tensors[17] = others[odd]
+    data, items = b"", []
+    for tensor in tensors:
+        one = saved(tensor)
+        extent = Extent("f", len(data), len(one), TORCH_ZIP)
+        name = str(tensor.dtype).removeprefix("torch.")
+        items.append(ArchiveItem(extent, BY_NAME[name], tuple(tensor.shape)))
+        data += one + bytes(gap)
+    store = MemoryStore({"f": data})
+    found = dict(locate_payloads(store, items))
+    assert found == {item.extent: outcome(store, item) for item in items}
+    values = [read(store, "f", e.start, e.nbytes) for e in found.values()]
+    assert len(set(values)) >= 39 and sum(e.crc32 is not None for e in found.values()) >= 39
+
+
+def test_a_changed_byte_in_a_run_has_the_outcome_of_the_archive_alone() -> None:
+    one = [saved(torch.randn(3, 2)) for _ in range(12)]
+    nbytes = len(one[0])
+    items = [
+        ArchiveItem(Extent("f", n * nbytes, nbytes, TORCH_ZIP), BY_NAME["float32"], (3, 2))
+        for n in range(12)
+    ]
+    for at in range(5 * nbytes, 6 * nbytes):
+        data = bytearray(b"".join(one))
+        data[at] ^= 0xFF
+        store = MemoryStore({"f": bytes(data)})
+        assert outcome(store, items[5], items) == outcome(store, items[5])
+
+
+@pytest.mark.parametrize("at", [0, 11])
+def test_a_damaged_end_of_a_run_does_not_spoil_the_others(at: int) -> None:
+    one = [saved(torch.randn(3, 2)) for _ in range(12)]
+    one[at] = one[at][:-30] + bytes(30)
+    items = [
+        ArchiveItem(Extent("f", n * len(d), len(d), TORCH_ZIP), BY_NAME["float32"], (3, 2))
+        for n, d in enumerate(one)
+    ]
+    store = MemoryStore({"f": b"".join(one)})
+    with pytest.raises(FormatError, match=f"at byte {at * len(one[0])}"):
+        list(locate_payloads(store, items))
