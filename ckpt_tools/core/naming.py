@@ -15,12 +15,17 @@ from ckpt_tools.errors import PlanError, printable
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
+_MAY_BE_WRAPPED = re.compile("|".join([*sorted(WRAPPERS), r"\Amodule\."]))
+
+
 def strip_wrappers(fqn: str) -> str:
     """Returns an FQN without the segments that wrappers of the model add.
 
     torch.compile, FSDP1 and activation checkpointing add their segments anywhere. DDP and DeepSpeed
     put `module` in front.
     """
+    if not _MAY_BE_WRAPPED.search(fqn):
+        return fqn
     segments = [s for s in fqn.split(".") if s not in WRAPPERS]
     while len(segments) > 1 and segments[0] == "module":
         segments = segments[1:]
@@ -94,7 +99,7 @@ def find_model(catalog: Catalog) -> tuple[str, ...]:
     for depth in range(3):
         level = [p for p in paths if p[:depth] == prefix and len(p) > depth]
         inner = {p[depth] for p in level if len(p) > depth + 1}
-        beside = {p[depth] for p in level if not is_other_state(p[depth])}
+        beside = {key for key in {p[depth] for p in level} if not is_other_state(key)}
         found = [k for k in _MODEL_KEYS if k in inner]
         if found and (catalog.paths or beside == {found[0]}):
             return _below_its_file(catalog, paths, (*prefix, found[0]))

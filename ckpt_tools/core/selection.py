@@ -34,7 +34,7 @@ def check_new_name(old: str, new: str) -> None:
             f"nothing is left of a name: {printable(old)!r}",
             hint="give a replacement that leaves a name",
         )
-    if any("\ud800" <= c <= "\udfff" for c in new):
+    if not new.isascii() and any("\ud800" <= c <= "\udfff" for c in new):
         raise PlanError(
             f"a new name is not Unicode text: {printable(new)!r}, of {printable(old)!r}",
             hint="the replacement has half of a character, or bytes that are no UTF-8",
@@ -62,7 +62,8 @@ def rename(catalog: Catalog, new_name: Callable[[str], str]) -> Catalog:
                     "keep the names as they are with --keep-prefix, or leave one out with --select"
                 ),
             )
-        renamed[name], origin[name] = replace(entry, fqn=name), fqn
+        renamed[name] = entry if name == fqn else replace(entry, fqn=name)
+        origin[name] = fqn
     return replace(
         catalog,
         tensors=renamed,
