@@ -57,9 +57,9 @@ class Job:
         return "" if self.validation is None else str(self.validation.identity["fingerprint"])
 
     @property
-    def saved_part(self) -> str:
+    def saved_part(self) -> str | None:
         """The part of the model that is saved: with adapters, only these."""
-        return "trainable" if self.config.lora.rank else ""
+        return "trainable" if self.config.lora.rank else None
 
     def state(self, step: int) -> dict[str, Any]:
         """Returns the state that a resumed run needs, with the configuration.

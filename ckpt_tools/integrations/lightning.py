@@ -51,7 +51,7 @@ class _Checkpoints(_Strategy):  # type: ignore[misc]
         state: dict[str, Any],
         rest: Mapping[str, Any],
         step: int,
-        only: Callable[[str], bool] | str = "",
+        only: Callable[[str], bool] | str | None = None,
         blocks: bool = False,
     ) -> None:
         path = str(self.broadcast(path)).rstrip("/")
@@ -144,7 +144,7 @@ class _TrainerCheckpoints(_Checkpoints):
                     hint="a hook may leave tensors out; save others as attributes of the module",
                 )
         accepted = {f"{key}.{name}" for name in chosen}
-        only: Any = accepted.__contains__ if len(chosen) < len(self._exported) else ""
+        only: Any = accepted.__contains__ if len(chosen) < len(self._exported) else None
         state = {key: self.model}
         if checkpoint.pop("optimizer_states", None) is not None:
             state |= self._numbered_optimizers()

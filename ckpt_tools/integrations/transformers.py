@@ -169,7 +169,7 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
             for name, parameter in self.model.named_parameters()
             if not parameter.requires_grad and not any(a in f"{name}." for a in adapters)
         }
-        return (lambda name: name not in left_out) if adapters else ""
+        return (lambda name: name not in left_out) if adapters else None
 
     def _training_state(self) -> dict[str, Any]:
         """Returns what a resume needs besides the model and the generators."""
