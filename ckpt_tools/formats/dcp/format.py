@@ -508,8 +508,9 @@ def guess(tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
 class DataFile:
     """A `.distcp` under construction."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.nbytes = name, 0
+    def __init__(self, name: str, nbytes: int = 0) -> None:
+        """Begins a file, or continues one that has `nbytes` bytes already."""
+        self.name, self.nbytes = name, nbytes
         self.literals: list[Literal] = []
         self.trailers: list[Trailer] = []
 

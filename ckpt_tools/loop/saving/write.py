@@ -136,10 +136,12 @@ def write_part(
     """
     (name, nbytes), *_ = plan.target.file_sizes.items()
     literals, places = list(plan.target.literals), []
+    file = dcp.DataFile(name, nbytes)
     for data in objects:
-        places.append(SavedObject(nbytes, len(data), crc64nvme(data)))
-        literals.append(Literal(name, nbytes, data))
-        nbytes += len(data)
+        _, place = file.add_object(len(data))
+        places.append(SavedObject(place.start, place.nbytes, crc64nvme(data)))
+        literals.append(Literal(name, place.start, data))
+    nbytes = file.nbytes
     if not nbytes:
         return NOTHING
     target.check_room(nbytes + ROOM_BYTES)
