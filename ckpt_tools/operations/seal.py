@@ -16,7 +16,7 @@ from ckpt_tools.core.plan import num_cells, plan_values
 from ckpt_tools.engine.fingerprints import Fingerprints, HashedRange, HashedRanges
 from ckpt_tools.errors import IntegrityError, PlanError, printable, redacted
 from ckpt_tools.formats.base import attempt_for, note_of
-from ckpt_tools.formats.registry import INDEXES, is_ours
+from ckpt_tools.formats.registry import INDEXES, Source, is_ours
 from ckpt_tools.formats.torch_save import pickle_range
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.batches import ReadBatch
@@ -32,9 +32,10 @@ from ckpt_tools.publish.manifest import (
     seal_tensors,
 )
 from ckpt_tools.publish.sealed_source import whole_archives
-from ckpt_tools.storage import read
+from ckpt_tools.storage import Store, read
 from ckpt_tools.storage.one_file import folder_of
 from ckpt_tools.transfer.options import Path_, Reading
+from ckpt_tools.transfer.prove import prove_replicas
 
 # shorter payloads are read a second time, because every part costs memory
 _MANY, _LEAST_BYTES, _LEAST_OF_MANY = 100_000, 64 << 10, 1 << 20
@@ -85,33 +86,14 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
         )
     _refuse(work.structure())
     assert work.catalog is not None
-    index = "" if file else next((name for name in INDEXES if name in folder.list_files()), "")
-    if not index and not file:
-        raise PlanError(
-            f"only a checkpoint with one index can be sealed: {printable(work.store.url)}",
-            hint="reshard it first",
-        )
     sizes = dict(work.catalog.file_sizes)
-    strange = (
-        []
-        if file
-        else [
-            name
-            for name in folder.list_files()
-            if is_ours(name) and name not in (*sizes, index) and note_of(name) is None
-        ]
-    )
-    if strange:
-        raise PlanError(
-            "files that look like parts of the checkpoint, but are not:"
-            f" {printable(', '.join(strange[:8]))}"
-            f" ({printable(work.store.url)})",
-            hint="an older save into the same directory left them: move them away first",
-        )
+    index = "" if file else _index_of(work, folder, sizes)
+    tensors = list(work.catalog.tensors.values())
+    source = Source(work.store.url, work.store, work.format, work.catalog)
+    prove_replicas(source, tensors, work.catalog.objects.values())
     found = _FileChecksums(work, sizes)
     for batch in work.batches(sizes):
         found.add(batch)
-    tensors = list(work.catalog.tensors.values())
     memory_files = work.catalog.memory_files  # values of pickles lie in no file
     objects = {
         fqn: item.extent
@@ -149,6 +131,33 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
         tuple(found.unknown),
         time.monotonic() - began,
     )
+
+
+def _index_of(work: Verification, folder: Store, sizes: Mapping[str, int]) -> str:
+    """Returns the name of the index of a directory.
+
+    Raises:
+        PlanError: there is none, or other files look like parts of the checkpoint.
+    """
+    index = next((name for name in INDEXES if name in folder.list_files()), "")
+    if not index:
+        raise PlanError(
+            f"only a checkpoint with one index can be sealed: {printable(work.store.url)}",
+            hint="reshard it first",
+        )
+    strange = [
+        name
+        for name in folder.list_files()
+        if is_ours(name) and name not in (*sizes, index) and note_of(name) is None
+    ]
+    if strange:
+        raise PlanError(
+            "files that look like parts of the checkpoint, but are not:"
+            f" {printable(', '.join(strange[:8]))}"
+            f" ({printable(work.store.url)})",
+            hint="an older save into the same directory left them: move them away first",
+        )
+    return index
 
 
 def _pickles(work: Verification, sizes: Mapping[str, int]) -> dict[str, SealedPickle]:

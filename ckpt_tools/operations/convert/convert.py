@@ -93,36 +93,7 @@ def convert_source(
     """
     storage_options = how.get("storage_options")
     is_model = how.get("model_only") or TARGETS[to].is_model
-    given = read_order(how.get("param_order"))
-    if is_model and given is not None:
-        raise PlanError("--param-order is for optimizers, and only the model is written")
-    order = _model_order(source) if isinstance(given, str) else given
-    keeps_order = source.format in (torch_save, per_rank)
-    taken = take_apart(source.catalog, source.store, order, keeps_order, bool(is_model))
-    if is_unordered:
-        for optimizer in taken.optimizers:
-            optimizer.has_order = optimizer.is_numbered
-    is_numbered = not is_model and (
-        TARGETS[to].namings == ("ids",) or how.get("optimizer") == "ids"
-    )
-    check_used(
-        order,
-        [o.prefix for o in taken.optimizers if o.is_numbered or (is_numbered and not o.has_order)],
-    )
-    if is_numbered:
-        taken.optimizers = [in_order(optimizer, order) for optimizer in taken.optimizers]
-    if how.get("optimizer") in ("groups", "flat"):
-        if taken.untouched:
-            whose = printable(taken.untouched[0])
-            raise PlanError(
-                f"--optimizer {how.get('optimizer')} names the parameters, and the state of"
-                f" {whose!r} is not by parameter",
-                hint=(
-                    "LBFGS and the like keep one state for all parameters: leave --optimizer out"
-                    " to copy it unchanged"
-                ),
-            )
-        refuse_unnamed(taken, f"--optimizer {how.get('optimizer')} names the parameters")
+    taken = _taken_apart(source, to, how, bool(is_model), is_unordered)
     parts = _renamed(taken, source, how)
     parts.tensors = {fqn: t for fqn, t in parts.tensors.items() if not fqn.startswith(_COPIES)}
     if not parts.model and not parts.optimizers and not parts.tensors:
@@ -160,6 +131,47 @@ def convert_source(
             "transformers loads it: no name missing or unexpected, every tensor as it was written"
         )
     return replace(result, notes=(*result.notes, *parts.notes))
+
+
+def _taken_apart(
+    source: Source, to: str, how: Conversion, is_model: bool, is_unordered: bool
+) -> TrainingState:
+    """Returns the training state of a source, with the optimizers named as the target wants them.
+
+    Raises:
+        PlanError: the user's order does not fit, or an optimizer cannot be named so.
+    """
+    given = read_order(how.get("param_order"))
+    if is_model and given is not None:
+        raise PlanError("--param-order is for optimizers, and only the model is written")
+    order = _model_order(source) if isinstance(given, str) else given
+    keeps_order = source.format in (torch_save, per_rank)
+    taken = take_apart(source.catalog, source.store, order, keeps_order, is_model)
+    if is_unordered:
+        for optimizer in taken.optimizers:
+            optimizer.has_order = optimizer.is_numbered
+    is_numbered = not is_model and (
+        TARGETS[to].namings == ("ids",) or how.get("optimizer") == "ids"
+    )
+    check_used(
+        order,
+        [o.prefix for o in taken.optimizers if o.is_numbered or (is_numbered and not o.has_order)],
+    )
+    if is_numbered:
+        taken.optimizers = [in_order(optimizer, order) for optimizer in taken.optimizers]
+    if how.get("optimizer") in ("groups", "flat"):
+        if taken.untouched:
+            whose = printable(taken.untouched[0])
+            raise PlanError(
+                f"--optimizer {how.get('optimizer')} names the parameters, and the state of"
+                f" {whose!r} is not by parameter",
+                hint=(
+                    "LBFGS and the like keep one state for all parameters: leave --optimizer out"
+                    " to copy it unchanged"
+                ),
+            )
+        refuse_unnamed(taken, f"--optimizer {how.get('optimizer')} names the parameters")
+    return taken
 
 
 def _order_of(parts: TrainingState, how: Conversion) -> dict[str, str]:
