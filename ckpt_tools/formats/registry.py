@@ -268,12 +268,13 @@ def suffix_of(name: str) -> str:
 
 
 def refuse_file_name(path: str | os.PathLike[str]) -> None:
-    """Refuses the name of a file for a directory.
+    """Refuses the name of a file for a directory. Lightning names directories `last.ckpt`.
 
     Raises:
         PlanError: it has the suffix of a format of single files.
     """
-    if suffix := suffix_of(local_path(path).rstrip("/")):
+    suffix = suffix_of(local_path(path).rstrip("/"))
+    if suffix and suffix != ".ckpt":
         raise PlanError(
             f"a directory is written, got the name of a file: {printable(str(path))!r}",
             hint=f"name the directory without {suffix}",

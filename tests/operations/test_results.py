@@ -193,6 +193,9 @@ def test_directories_have_no_names_of_files(src: Path, tmp_path: Path) -> None:
             with pytest.raises(PlanError, match="a directory is written, got the name of a file"):
                 call(tmp_path / f"{number}{suffix}")
     assert not [p for p in tmp_path.iterdir() if p.suffix]
+    for call in (calls[1], calls[4]):
+        call(tmp_path / f"{calls.index(call)}.ckpt")  # as Lightning names its directories
+    assert all((tmp_path / name / ".metadata").exists() for name in ("1.ckpt", "4.ckpt"))
 
 
 def test_inspect_names_all_that_lies_there(src: Path, tmp_path: Path, ckpt: Run) -> None:
