@@ -13,9 +13,13 @@ from ckpt_tools.core.catalog import RAW, Extent
 from ckpt_tools.core.checksum import crc32, join_crc32
 from ckpt_tools.core.plan import Plan
 from ckpt_tools.errors import IntegrityError, printable
+from ckpt_tools.storage import Store, read
 
 if TYPE_CHECKING:
     from ckpt_tools.engine.kernels import Bytes  # `ckpt inspect` does not import numpy
+
+
+_PIECE_BYTES = 4 << 20
 
 
 class RangeCrcs(NamedTuple):
@@ -36,14 +40,20 @@ class CrcWatch:
     Reads come in any order and from several threads.
     """
 
-    def __init__(self, owners: dict[Extent, str]) -> None:
-        """Takes the ranges to watch, with the names of their tensors for messages."""
-        self._owners = owners
+    def __init__(self, owners: dict[Extent, str], store: Store) -> None:
+        """Takes the ranges to watch, with the names of their tensors for messages.
+
+        A payload that is not row-major is not read in its order. At its first read, the watch reads
+        all of it once more from `store`.
+        """
+        self._owners, self._store = owners, store
+        self._proved_apart: set[Extent] = set()
         self._sealed: dict[str, list[Extent]] = {}
         for extent in self._owners:
             self._sealed.setdefault(extent.file, []).append(extent)
         for extents in self._sealed.values():
-            extents.sort()
+            # of tensors in one storage, the one that is proved apart comes last: it proves all bytes
+            extents.sort(key=lambda e: (e.start, e.strides is not None, e.nbytes))
         self._starts = {file: [e.start for e in extents] for file, extents in self._sealed.items()}
         self._pieces: dict[Extent, set[tuple[int, int, int]]] = {}
         self._num_proved = 0
@@ -61,6 +71,9 @@ class CrcWatch:
         extent = self._around(file, start, len(data))
         if extent is None:
             return None
+        if extent.strides is not None:
+            self._prove_apart(extent)
+            return None
         crc = crc32(data.data)
         if extent.crc32 is not None and len(data) == extent.nbytes:
             self._compare(extent, crc, extent.crc32)
@@ -68,6 +81,18 @@ class CrcWatch:
         with self._lock:
             self._pieces.setdefault(extent, set()).add((start, len(data), crc))
         return crc
+
+    def _prove_apart(self, extent: Extent) -> None:
+        """Reads a payload that is not row-major, and compares it with its CRC-32."""
+        with self._lock:
+            if extent in self._proved_apart or extent.crc32 is None:
+                return
+            self._proved_apart.add(extent)
+        crc = 0
+        for at in range(0, extent.nbytes, _PIECE_BYTES):
+            nbytes = min(_PIECE_BYTES, extent.nbytes - at)
+            crc = crc32(read(self._store, extent.file, extent.start + at, nbytes), crc)
+        self._compare(extent, crc, extent.crc32)
 
     def take(self, file: str, start: int, nbytes: int, crc: int) -> None:
         """Notes the CRC-32 of bytes that an earlier attempt read, if a watched range holds them."""
@@ -183,7 +208,9 @@ def is_watched(stored: Extent, extent: Extent) -> bool:
 
     `stored` is the extent in the catalog, `extent` the located payload.
     """
-    return extent.strides is None and (stored.packing != RAW or extent.crc32 is not None)
+    if extent.strides is not None:
+        return extent.crc32 is not None
+    return stored.packing != RAW or extent.crc32 is not None
 
 
 def _taken(copies: Iterable[Copy]) -> dict[int, int]:

@@ -406,7 +406,7 @@ def _extent(file: str, fqn: str, view: TensorView, start: int, nbytes: int, crc:
         for n, s, r in zip(view.sizes, view.strides, row_major_strides(view.sizes), strict=True)
     )
     count = (last + 1 - view.offset) * itemsize
-    known = crc if crc and is_flat and count == nbytes else None
+    known = crc if crc and count == nbytes else None
     return Extent(
         file,
         start + view.offset * itemsize,

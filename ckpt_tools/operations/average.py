@@ -440,7 +440,7 @@ def _mean_term(term: _Term, weight: float) -> MeanTerm:
         {tensor.fqn: tensor for tensor in term.plan.tensors},
         located,
         weight,
-        CrcWatch(read_whole(plan_values(unsealed), located)),
+        CrcWatch(read_whole(plan_values(unsealed), located), source.store),
     )
 
 

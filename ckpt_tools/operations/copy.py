@@ -522,7 +522,7 @@ class _CopyJob:
         tiles = tile_bytes(self.options.get("memory_bytes") or DEFAULT_MEMORY_BYTES, jobs)
         plan = plan_files(self.missing, self.name)
         division = RankWork(plan, group, self.target)
-        sink, crc_watch = division.sink(staged), RecordCrcWatch(self._records())
+        sink, crc_watch = division.sink(staged), RecordCrcWatch(self._records(), self.source.store)
         try:
             division.open_files(sink, group)
             batches = batches_for(division.plan, {}, tiles, staged.writable, division.share)

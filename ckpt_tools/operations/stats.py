@@ -163,7 +163,7 @@ def _measure(
         )
         located = source.format.locate(source.store, mine)
         watched = read_whole(plan_values(t for t in mine if t.fqn not in fingerprints), located)
-        watch = CrcWatch(watched)
+        watch = CrcWatch(watched, source.store)
         execute_batches(
             schedule(plan, located, *tiles, share),
             source.store,

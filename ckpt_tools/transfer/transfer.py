@@ -286,7 +286,8 @@ class Transfer:
         self.server_copy = self._plan_server_copy(attempt)
         known = read_whole(self.part, self.located).items()
         self.crcs = CrcWatch(
-            {extent: fqn for extent, fqn in known if fqn not in self.sealed_fingerprints}
+            {extent: fqn for extent, fqn in known if fqn not in self.sealed_fingerprints},
+            self.source.store,
         )
         self.sink = sink = self.work.sink(attempt, self.server_copy)
         finished = self.resume.finished

@@ -38,8 +38,8 @@ def by_resume(path: Path) -> Any:
     return state["model"]["w"]
 
 
-def by_plugin(path: Path) -> Any:
-    state = {"model.w": torch.ones(4)}
+def by_plugin(path: Path, shape: tuple[int, ...] = (4,)) -> Any:
+    state = {"model.w": torch.ones(shape)}
     dcp.load(state, storage_reader=StorageReader(path), no_dist=True)
     return state["model.w"]
 

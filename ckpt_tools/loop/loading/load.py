@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ckpt_tools.core.box import Box, whole
 from ckpt_tools.core.catalog import Catalog, TensorEntry
+from ckpt_tools.core.coverage import replicas
 from ckpt_tools.core.laps import Laps, format_laps
 from ckpt_tools.core.logs import log
 from ckpt_tools.core.selection import keep
@@ -147,8 +148,9 @@ def load_into(
     laps.lap("open")
     shards = _share(group, job, shards, read_once)
     laps.lap("share")
+    replicated = _replicated(group, job, where)
     with group.phase(f"read {where}"):
-        job.prove_replicas()
+        job.prove_replicas(replicated)
         job.read(shards)
         job.source.store.close()
     job.proof.prove(group, where)
@@ -159,6 +161,14 @@ def load_into(
     job.report.timing = laps.seconds
     log.info("loaded %s (%s)", where, format_laps(laps.seconds))
     return job.report
+
+
+def _replicated(group: GlooGroup, job: _Load, where: str) -> list[str]:
+    """Returns the stored names that several ranks saved and that any rank of this load needs."""
+    what, mine = f"compare the replicas of {where}", job.replicated()
+    if not group.sum([bool(mine)], what)[0]:
+        return []
+    return sorted({name for names in group.all_gather(mine, what) for name in names})
 
 
 def _refuse_extra(group: GlooGroup, found: Match, where: str) -> None:
@@ -243,19 +253,33 @@ class _Load:
             ]
         )
 
-    def prove_replicas(self) -> None:
-        """Compares the copies that several ranks saved; the ranks of this load share the work.
+    def replicated(self) -> list[str]:
+        """Returns the stored names that this rank loads and that several ranks saved.
 
         A tensor with a sealed fingerprint needs no second copy.
+        """
+        catalog, found = self.source.catalog, self.found
+        names = dict.fromkeys([*found.tensors.values(), *found.objects.values(), *found.new])
+        return [
+            n
+            for n in names
+            if (n in catalog.objects and catalog.objects[n].replicas)
+            or (n in catalog.tensors and not self.proof.has(n) and replicas(catalog.tensors[n]))
+        ]
+
+    def prove_replicas(self, names: Sequence[str]) -> None:
+        """Compares the copies that several ranks saved; the ranks of this load share the work.
+
+        Args:
+            names: the stored names, the same on all ranks.
 
         Raises:
             IntegrityError: two copies differ.
         """
-        catalog, found = self.source.catalog, self.found
-        names = dict.fromkeys([*found.tensors.values(), *found.objects.values(), *found.new])
+        catalog = self.source.catalog
         prove_replicas(
             self.source,
-            [catalog.tensors[n] for n in names if n in catalog.tensors and not self.proof.has(n)],
+            [catalog.tensors[n] for n in names if n in catalog.tensors],
             [catalog.objects[n] for n in names if n in catalog.objects],
             self.jobs,
             group=self.group,

@@ -170,7 +170,7 @@ class ShardReader(NamedTuple):
         part = self.proof.named(self.names) if self.proof is not None else None
         proved = part.whole(plan) if part is not None else set[str]()  # by their fingerprints
         sink = FillSink(memory, part.note if part is not None else None)
-        crc_watch = CrcWatch(_watched(plan, assumed, proved))
+        crc_watch = CrcWatch(_watched(plan, assumed, proved), self.source.store)
         totals = execute_batches(
             schedule(plan, assumed, *tile_bytes(self.memory_bytes, self.jobs)),
             source.store,
@@ -203,7 +203,7 @@ class ShardReader(NamedTuple):
         self, plan: Plan, found: Mapping[Extent, Extent], sink: FillSink, proved: set[str]
     ) -> int:
         """Reads from the positions that the files name; returns the number of proved chunks."""
-        late = CrcWatch(_watched(plan, found, proved))
+        late = CrcWatch(_watched(plan, found, proved), self.source.store)
         execute_batches(
             schedule(plan, found, *tile_bytes(self.memory_bytes, self.jobs)),
             self.source.store,

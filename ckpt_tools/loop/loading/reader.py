@@ -65,8 +65,8 @@ class StoredTensor:
         Raises:
             IndexError: it does not fit the shape.
             TypeError: it is of another kind, such as a mask.
-            IntegrityError: a chunk that was read in full is damaged; or several ranks saved this
-                tensor, and their copies differ.
+            IntegrityError: a chunk, or the whole tensor, that was read is damaged; or several ranks
+                saved this tensor, and their copies differ.
         """
         keys = _without_ellipsis(key if isinstance(key, tuple) else (key,), len(self.shape))
         if len(keys) > len(self.shape):
@@ -75,7 +75,10 @@ class StoredTensor:
         ranges = [_range(k, size) for k, size in zip(keys, self.shape, strict=True)]
         box = Box(tuple(r.start for r in ranges), tuple(len(r) for r in ranges))
         sizes = [len(r) for k, r in zip(keys, ranges, strict=True) if isinstance(k, slice)]
-        return self._reader._read(self._entry, box).reshape(sizes)
+        value = self._reader._read(self._entry, box)
+        if box == whole(self.shape):
+            self._reader._prove(self._entry, value)
+        return value.reshape(sizes)
 
     def torch(self) -> torch.Tensor:
         """Reads the whole tensor. A sealed one is compared with its fingerprint.

@@ -174,7 +174,8 @@ class _Reading:
                 p: a.entry.fqn
                 for p, (stored, a) in places.items()
                 if a.box == a.chunk.box and is_watched(stored, p)
-            }
+            },
+            source.store,
         )
         self.needed_nbytes = sum(
             p.box.numel * p.area.entry.dtype.itemsize for pieces in mine for p in pieces
