@@ -52,7 +52,7 @@ class CrcWatch:
         for extent in self._owners:
             self._sealed.setdefault(extent.file, []).append(extent)
         for extents in self._sealed.values():
-            # of tensors in one storage, the one that is proved apart comes last: it proves all bytes
+            # of tensors in one storage, one that is proved apart comes last: it proves all bytes
             extents.sort(key=lambda e: (e.start, e.strides is not None, e.nbytes))
         self._starts = {file: [e.start for e in extents] for file, extents in self._sealed.items()}
         self._pieces: dict[Extent, set[tuple[int, int, int]]] = {}

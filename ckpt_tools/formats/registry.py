@@ -274,7 +274,7 @@ def refuse_file_name(path: str | os.PathLike[str]) -> None:
         PlanError: it has the suffix of a format of single files.
     """
     suffix = suffix_of(local_path(path).rstrip("/"))
-    if suffix and suffix != ".ckpt":
+    if suffix and suffix != ".ckpt" and not os.path.isdir(path):
         raise PlanError(
             f"a directory is written, got the name of a file: {printable(str(path))!r}",
             hint=f"name the directory without {suffix}",

@@ -113,5 +113,6 @@ def _of_step(step: Step, stays_full: bool) -> StepBytes:
     model = kinds.get(WEIGHTS, 0)
     optimizer = sum(n for kind, n in kinds.items() if kind not in (WEIGHTS, OTHER))
     other = max(0, step.nbytes - model - optimizer)
-    spare = 0 if stays_full or step.is_pinned else optimizer + kinds.get(OTHER, 0)
+    is_thinnable = step.counts and step.is_removable and not step.is_pinned and not stays_full
+    spare = optimizer + kinds.get(OTHER, 0) if is_thinnable else 0
     return StepBytes(step, kinds, model, optimizer, other, spare, "ckpt thin" if spare else "")

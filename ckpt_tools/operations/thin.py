@@ -196,6 +196,8 @@ def _sound(steps: Sequence[Step], reads: bool, kept: dict[str, str]) -> list[Ste
             kept[str(step.path)] = f"it is not complete: {step.problem}"
         elif step.twin:
             kept[str(step.path)] = step.twin_note
+        elif not step.counts and not step.superseded_by:
+            kept[str(step.path)] = "no save of this tool wrote it"
     found = [step for step in steps if step.counts]
     while reads:
         newest = next((step for step in reversed(found) if not step.thinned), None)

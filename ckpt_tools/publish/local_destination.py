@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.core.plan import Literal
 from ckpt_tools.engine.partition import Regions
-from ckpt_tools.errors import StorageError, printable
+from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.publish import journal, local_commit
 from ckpt_tools.publish.attempt_mark import MARK
 from ckpt_tools.publish.base import Attempt, CopyTarget, UploadNotes
@@ -78,6 +78,11 @@ class LocalDestination:
 
     def check(self, overwrite: bool, known: Container[str] = ()) -> None:
         del known
+        if self.path.name in ("", ".."):  # a result takes a name at once, and these have none
+            raise PlanError(
+                f"the destination has no name: {printable(str(self.path))}",
+                hint="give the directory by its name, from another one",
+            )
         local_commit.check_destination(self.path, overwrite, foreign_files)
 
     def name(self, file: str, attempt: str) -> str:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.errors import CheckpointError, printable
-from ckpt_tools.formats.base import PIN
+from ckpt_tools.errors import CheckpointError, StorageError, printable
+from ckpt_tools.formats.base import MANIFEST, PIN, note_of
+from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.registry import INDEXES, check_metadata, detect_in
 from ckpt_tools.publish.check_manifest import first_problem
 from ckpt_tools.publish.find_manifest import find_manifest
@@ -25,6 +26,7 @@ from ckpt_tools.publish.step_names import STEP, STEP_PATTERNS, number_in, step_n
 from ckpt_tools.storage import LocalStore, Store, open_store, place_of
 
 _UNFINISHED = "no .metadata: the save never finished"
+_LOOKS = 5
 _LOOKERS = 16  # each waits for a store
 
 
@@ -156,7 +158,13 @@ def list_steps(root: RunRoot, with_superseded: bool = False) -> list[Step]:
     Raises:
         StorageError: it cannot be read.
     """
-    return _list(_find(root), with_superseded)
+    steps: list[Step] = []
+    for _ in range(_LOOKS):
+        found = _find(root)
+        steps = _list(found, with_superseded)
+        if steps or not found.steps:
+            break  # else a job has replaced all of them since the listing
+    return steps
 
 
 def list_newer(root: RunRoot, number: int) -> list[Step]:
@@ -397,6 +405,13 @@ def damage(step: Step | None) -> str:
         store.close()
 
 
+def is_there(step: Step) -> bool:
+    """Tells whether a step is still under its name. Retention may remove it while it is read."""
+    if isinstance(step.path, Path) and not step.path.exists():
+        return False
+    return look_at(step.number, _store_of(step)).attempt == step.attempt
+
+
 def find_latest(
     root: RunRoot,
     verify: bool = False,
@@ -411,8 +426,13 @@ def find_latest(
         skip: paths that are known to be damaged.
         allow_not_finite: take also a step whose save found NaN or infinity.
     """
-    found = _find(root)
-    return _latest(found, verify, skip, _superseded_by(found), allow_not_finite)
+    best = Latest(None, ())
+    for _ in range(_LOOKS):
+        found = _find(root)
+        best = _latest(found, verify, skip, _superseded_by(found), allow_not_finite)
+        if best.step is not None or best.passed_over or not found.steps:
+            break  # else a job has replaced all of them since the listing
+    return best
 
 
 def _latest(
@@ -433,7 +453,9 @@ def _latest(
         if step.path in skip or step.superseded_by:
             continue
         problem = damage(step) if verify else unsound(step)
-        if problem and problem != _UNFINISHED:
+        if problem and verify and not is_there(step):
+            continue  # a newer one has taken its place
+        if problem and _was_complete(step):
             damaged.append(step.path)
         if not problem and not allow_not_finite and step.not_finite:
             problem = step.not_finite
@@ -442,6 +464,19 @@ def _latest(
             return Latest(step, passed, not_finite, damaged)
         passed.append((step.path, problem))
     return Latest(None, passed, not_finite, damaged)
+
+
+def _was_complete(step: Step) -> bool:
+    """Tells whether a step with a problem was complete once.
+
+    A step with a manifest, or with DCP's index, appeared as a whole. Other writers leave such a
+    step when they are killed.
+    """
+    try:
+        names = _store_of(step).list_files()
+    except StorageError:
+        return False
+    return dcp.LOOKS_FOR in names or any(note_of(n) == (MANIFEST, "") for n in names)
 
 
 def latest_of(

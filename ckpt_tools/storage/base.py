@@ -308,7 +308,7 @@ def local_path(path: str | os.PathLike[str]) -> str:
     if not isinstance(where, str) or not where:
         raise PlanError(
             f"expected a path or a URL that is not empty, got {where!r}",
-            hint="for the present directory, give a dot",
+            hint="a variable of the shell may be empty",
         )
     slip = re.match(r"(s3a?|gs|gcs|az|abfs|https?|memory|file):/(?!/)", where)
     if slip and not os.path.lexists(where):

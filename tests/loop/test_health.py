@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import ckpt_tools
@@ -438,3 +439,34 @@ def test_steps_that_go_while_they_are_listed_are_not_incomplete(tmp_path: Path) 
             looks += 1
             assert not [step for step in found if step.problem]
     assert running.returncode == 0 and looks > 20 and len(numbers) > 20
+
+
+def test_a_run_that_replaces_its_only_step_is_never_without_one(tmp_path: Path) -> None:
+    job = (
+        "import sys, torch; from ckpt_tools import CheckpointManager\n"
+        "with CheckpointManager(sys.argv[1], keep_last=1) as c:\n"
+        "    c.save(1, {'w': torch.ones(2)}, asynchronous=False); print(flush=True)\n"
+        "    for step in range(2, 500): c.save(step, {'w': torch.ones(2)}, asynchronous=False)"
+    )
+    with subprocess.Popen([sys.executable, "-c", job, tmp_path], stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None and running.stdout.readline()
+        looks = 0
+        while running.poll() is None:
+            assert ckpt_tools.latest(tmp_path, verify=bool(looks % 2)) is not None
+            assert not ckpt_tools.check_run(tmp_path, verify=True)
+            looks += 1
+    assert running.returncode == 0 and looks > 20
+
+
+@pytest.mark.parametrize("what", ["shard", "ranks"])
+def test_a_step_that_another_writer_left_unfinished_begins_a_run(what: str, tmp_path: Path) -> None:
+    """Trainers do not write at once: a killed one leaves such files."""
+    step = tmp_path / "checkpoint-5"
+    if what == "shard":
+        step.mkdir()
+        (step / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    else:
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=step, no_dist=True, use_collectives=False)
+        (step / "__1_0.distcp").write_bytes(b"\0" * 100)
+    with CheckpointManager(tmp_path) as checkpoints:
+        assert checkpoints.resume({"model": {"w": torch.ones(3)}}) is None

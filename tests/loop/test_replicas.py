@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint import CheckpointException
 import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError
 from ckpt_tools.distributed import StorageReader
+from tests.conftest import torchrun
 
 
 def saved(folder: Path, differs: bool) -> Path:
@@ -69,3 +71,20 @@ def test_copies_of_ranks_that_differ_are_refused(how: str, tmp_path: Path) -> No
     kinds = (IntegrityError, CheckpointException)
     with pytest.raises(kinds, match=r"replicas differ: '(model\.)?w'.*rank 0 and .*rank 1"):
         READS[how](saved(tmp_path / "differs", True))
+
+
+@pytest.mark.parametrize("name", ["", "a", "b", "c", "d"])
+def test_ranks_with_other_names_compare_all_replicas(name: str, tmp_path: Path) -> None:
+    """Each rank dealt out its own list, and some copies were compared by nobody."""
+    folder = tmp_path / "x"
+    folder.mkdir()
+    for rank in (0, 1):
+        state = {n: torch.full((2,), float(rank * (n == name))) for n in "abcd"}
+        torch.save(state, folder / f"model_world_size_2_rank_{rank}.pt")
+    torchrun(2, "replicas.py", str(folder), str(tmp_path / "out"))
+    said = json.loads((tmp_path / "out").read_text())
+    if name:
+        assert "loaded" not in said
+        assert any(f"replicas differ: 'model.{name}'" in line for line in said), said
+    else:
+        assert said == ["loaded", "loaded"]

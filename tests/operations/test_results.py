@@ -213,3 +213,29 @@ def test_inspect_names_all_that_lies_there(src: Path, tmp_path: Path, ckpt: Run)
     assert done.returncode == 10 and all(
         name in done.stderr for name in ("step-1", "step-2", "last.ckpt")
     )
+
+
+@pytest.mark.parametrize("path", [".", "./", "..", "/"])
+def test_a_destination_without_a_name_is_refused(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The staging directory lay inside of it, and was taken for somebody's file."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PlanError, match="the destination has no name"):
+        ckpt_tools.save(path, {"w": torch.ones(2)}, overwrite=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_is_there_keeps_its_name(tmp_path: Path) -> None:
+    ckpt_tools.save(tmp_path / "x", {"w": torch.ones(2)})
+    (tmp_path / "x").rename(tmp_path / "x.bin")
+    ckpt_tools.save(tmp_path / "x.bin", {"w": torch.zeros(2)}, overwrite=True)
+    assert ckpt_tools.open(tmp_path / "x.bin")["w"].torch().tolist() == [0.0, 0.0]
+
+
+def test_a_load_that_is_not_strict_names_what_it_leaves_out(tmp_path: Path) -> None:
+    ckpt_tools.save(tmp_path / "x", {"model": torch.nn.Linear(2, 2)})
+    report = ckpt_tools.load(
+        tmp_path / "x", {"model": torch.nn.Linear(2, 2, bias=False)}, strict=False
+    )
+    assert any("not in the state" in n and "model.bias" in n for n in report.notes), report.notes

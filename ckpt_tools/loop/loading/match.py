@@ -102,7 +102,7 @@ def match(
     used = pairs.used()
     absent, gone = pairs.absent(lacks_frozen)
     new = [n for names_below in pairs.below.values() for n in names_below if n not in used]
-    extra = _extra(exported, catalog, {*used, *new}, request.wants) if request.strict else []
+    extra = _extra(exported, catalog, {*used, *new}, request.wants)
     resized = _resized(exported, catalog, tensors, request)
     skipped = {
         path[:-1]
@@ -130,6 +130,10 @@ def match(
     ]
     pairs.note_left_out(used)
     notes += _tied_apart(exported, catalog, tensors)
+    if extra and not request.strict:
+        notes.append(
+            f"{len(extra)} entries of the checkpoint are not in the state: {shown_names(extra)}"
+        )
     return Match(tensors, objects, new, gone, notes, pairs.alike, resized, extra, error)
 
 
