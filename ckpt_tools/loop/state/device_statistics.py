@@ -1,8 +1,8 @@
 """Measures tensors on their accelerator, before they are copied to the host.
 
 There, a pass over the values costs little beside the copy. Only three numbers of each tensor go to
-the host. The engine measures the tensors that this cannot: those with NaN or infinity, whose other
-values count, those whose squares leave the range of float64, and all tensors of the host.
+the host. The engine measures all other tensors: those of the host, those with NaN or infinity, and
+those whose squares leave the range of float64.
 
 Imports torch.
 """
