@@ -15,7 +15,7 @@ from ckpt_tools.errors import NotACheckpointError, PlanError, printable
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.run_bytes import WEIGHTS, optimizers_in, state_kind
 from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import Step, damage, is_there, list_steps
+from ckpt_tools.publish.steps import Step, lasting_damage, list_steps
 from ckpt_tools.transfer.options import Path_
 
 _MOMENT = re.compile(r"(?:^|\.)state\.(.+)\.exp_avg$")
@@ -96,7 +96,7 @@ def _of_step(step: Step, verify: bool) -> Iterator[RunProblem]:
         assert found is not None
         text = f"{printable(fqn)}: {found.num_nan:,} NaN, {found.num_inf:,} infinite"
         yield RunProblem(step.number, "not finite", text)
-    if verify and (problem := damage(step)) and is_there(step):
+    if verify and (problem := lasting_damage(step)):
         yield RunProblem(step.number, "damaged", problem)
 
 

@@ -405,6 +405,18 @@ def damage(step: Step | None) -> str:
         store.close()
 
 
+def lasting_damage(step: Step) -> str | None:
+    """Returns the problem of a step as `damage` does; None if the step was removed meanwhile.
+
+    While other processes rename steps, a name can be missing for an instant. So a problem has to be
+    there twice.
+    """
+    problem = damage(step)
+    if problem and is_there(step):
+        problem = damage(step)
+    return problem if not problem or is_there(step) else None
+
+
 def is_there(step: Step) -> bool:
     """Tells whether a step is still under its name. Retention may remove it while it is read."""
     if isinstance(step.path, Path) and not step.path.exists():
@@ -452,8 +464,8 @@ def _latest(
         step = _judged(seen, superseded_by)
         if step.path in skip or step.superseded_by:
             continue
-        problem = damage(step) if verify else unsound(step)
-        if problem and verify and not is_there(step):
+        problem = lasting_damage(step) if verify else unsound(step)
+        if problem is None:
             continue  # a newer one has taken its place
         if problem and _was_complete(step):
             damaged.append(step.path)

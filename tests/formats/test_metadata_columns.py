@@ -20,6 +20,7 @@ import ckpt_tools
 from ckpt_tools.core import coverage as soundness
 from ckpt_tools.core.box import Box, whole
 from ckpt_tools.core.catalog import Catalog, Chunk, ChunkTable, Extent, TensorEntry
+from ckpt_tools.core.checksum import LateChecksums
 from ckpt_tools.core.chunk_table import ArrayChunkTable
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.plan import plan_copies
@@ -110,7 +111,9 @@ def test_the_metadata_of_a_large_job_is_read_so_too(tmp_path: Path) -> None:
         plain = {
             f: TensorEntry(f, t.dtype, t.shape, tuple(t.chunks)) for f, t in found.tensors.items()
         }
-        entries, objects, _, _ = dcp._read(LocalStore(tmp_path / "run"), [".metadata"], {})
+        entries, objects, _, _ = dcp._read(
+            LocalStore(tmp_path / "run"), [".metadata"], LateChecksums()
+        )
         assert entries == plain and {f: e[0] for f, e in objects.items()} == {
             f: o.extent for f, o in found.objects.items()
         }

@@ -291,7 +291,7 @@ def journal(data: bytes) -> object:
     if earlier is None:
         raise CheckpointError("not gone on with")
     sink = WriteSink(Target("dcp", {"f": len(DATA), "g": len(DATA)}, {}), MemoryStore({}))
-    past.restore(sink, CrcWatch({}), {})
+    past.restore(sink, CrcWatch({}, MemoryStore()), {})
     return past, sink.fingerprints.join()
 
 

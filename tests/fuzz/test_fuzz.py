@@ -159,6 +159,6 @@ def test_a_journal_whose_pieces_lie_outside_of_their_tensor_is_no_crash(
     )
     memory, sink = MemoryStore({"f": b""}), WriteSink(Target("dcp", {"f": 0}, {}), MemoryStore({}))
     prove_tiles(read_journals(tmp_path, WORK), memory, (1 << 16, 1 << 16), 1, ALONE).restore(
-        sink, CrcWatch({}), {}
+        sink, CrcWatch({}, MemoryStore()), {}
     )
     assert sink.fingerprints.join() == {}

@@ -12,7 +12,7 @@ import ckpt_tools
 from ckpt_tools import CheckpointManager
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.engine.statistics import measure
-from ckpt_tools.loop.state.device_statistics import by_name, measure_on_device
+from ckpt_tools.loop.state.device_statistics import measure_on_device, moments_by_name
 from ckpt_tools.loop.state.shards import as_bytes
 from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.storage import LocalStore
@@ -71,7 +71,7 @@ def test_a_tensor_counts_only_if_all_of_its_shards_were_measured(on_device: None
     shards = [torch.ones(4), torch.ones(2), torch.tensor([float("nan")]), torch.ones(3)]
     pending = measure_on_device(shards)
     assert pending is not None
-    found = by_name(["a", "a", "b", "b"], pending.result())
+    found = moments_by_name(["a", "a", "b", "b"], pending.result())
     assert list(found) == ["a"] and found["a"].result().numel == 6
 
 

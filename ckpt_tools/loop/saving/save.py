@@ -36,7 +36,7 @@ from ckpt_tools.loop.saving.write import (
     write_files,
     write_part,
 )
-from ckpt_tools.loop.state.device_statistics import DeviceMoments, by_name
+from ckpt_tools.loop.state.device_statistics import DeviceMoments, moments_by_name
 from ckpt_tools.loop.state.shard_info import ShardInfo
 from ckpt_tools.loop.state.state_dict import Only
 from ckpt_tools.publish.base import Attempt, Destination
@@ -438,6 +438,8 @@ def write(
             packed = list(objects.values())
             numbers = layout.task.shards
             names = [layout.names.infos[number].fqn for number in numbers]
+            moments = extras.measured.result() if extras.measured is not None else {}
+            measured = moments_by_name(names, moments)
             part = write_part(
                 layout.file,
                 target,
@@ -447,7 +449,7 @@ def write(
                 jobs,
                 extras.statistics,
                 extras.before,
-                by_name(names, extras.measured.result()) if extras.measured is not None else None,
+                measured,
                 progress,
             )
         parts = group.gather(part._replace(shares={}), f"write {what}")

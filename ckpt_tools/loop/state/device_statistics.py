@@ -137,7 +137,7 @@ def _measure_converted(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def by_name(names: Sequence[str], moments: Mapping[int, Moments]) -> dict[str, Moments]:
+def moments_by_name(names: Sequence[str], moments: Mapping[int, Moments]) -> dict[str, Moments]:
     """Returns the statistics of the tensors of which all shards were measured.
 
     Args:

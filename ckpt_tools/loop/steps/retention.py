@@ -21,7 +21,7 @@ from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.reasons_to_stay import MAX_NAMES, files_to_keep, reason_to_stay
 from ckpt_tools.publish.retention_rules import Retention, has_metric
 from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.steps import Step, damage, find_step, is_there, look_at, survey
+from ckpt_tools.publish.steps import Step, find_step, lasting_damage, look_at, survey
 from ckpt_tools.storage import is_url, local_path, open_store
 from ckpt_tools.transfer.options import Reading
 
@@ -213,8 +213,8 @@ def _choose(
         step = next((s for s in reversed(doubtful) if str(s.path) not in sound), None)
         if not to_remove or step is None:
             return to_remove, damaged
-        problem = damage(step)
-        if problem and not is_there(step):
+        problem = lasting_damage(step)
+        if problem is None:
             steps = [s for s in steps if s is not step]  # another process has removed it
             continue
         if problem:
