@@ -194,7 +194,7 @@ class _FabricCheckpoints(_Checkpoints):
                 rest[key] = {name: item for name, item in value.items() if accepts(name, item)}
         step = rest.get("step", rest.get("iteration", 0))
         step = step if type(step) is int and step >= 0 else 0
-        self._save(path, live, rest, step, accepted.__contains__ if filtered else "")
+        self._save(path, live, rest, step, accepted.__contains__ if filtered else None)
 
     def load_checkpoint(
         self,
