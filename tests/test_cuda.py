@@ -58,9 +58,7 @@ def resident_mib(key: str = "VmRSS") -> float:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_gpu_measures_what_the_host_measures(
-    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_measures_what_the_host_measures(asynchronous: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     on_host = {name: torch.randn(1000, 33) for name in ("a", "b")}
     on_host["b"][3, 3] = float("nan")  # the engine measures this one

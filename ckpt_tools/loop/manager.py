@@ -599,7 +599,8 @@ class CheckpointManager:
                 matches nothing.
             NotACheckpointError: there is no such step.
             IntegrityError: the step is damaged. Without `step` and `path`, `resume` loads the next
-                older step instead and logs that.
+                older step instead and logs that. It raises if none is left, and some were complete
+                once.
             CheckpointError: it cannot be read; or another rank failed.
         """
         self._check_open("resume")

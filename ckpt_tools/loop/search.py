@@ -77,10 +77,13 @@ class StepSearch:
                 self._pass_over(found, error, damaged)
 
     def newest_sound(self, verify: bool) -> tuple[int, Found] | None:
-        """Returns the number and path of the newest step without damage; None if there is none.
+        """Returns the number and path of the newest step without damage; None for a new run.
 
         Args:
             verify: read every byte of the step, one share per rank.
+
+        Raises:
+            IntegrityError: no step is left, and some were complete once.
         """
         damaged: list[Found] = []
         while True:

@@ -13,8 +13,6 @@ from ckpt_tools.storage.one_file import folder_of
 from ckpt_tools.storage.retries import read_again_if_wrong
 
 _READ_BYTES = 16 << 20
-
-
 _MAX_BYTES = 128 << 20  # JSON takes up to twenty times its length in memory
 
 

@@ -6,8 +6,6 @@ import re
 
 # the names under which a run may save; the first one is our own
 STEP_PATTERNS = ("step-{:08d}", "step-{}", "checkpoint-{}", "global_step_{}")
-
-
 STEP = re.compile(r"(?:step|checkpoint|global_step|epoch)[-_]?([0-9]{1,18})")
 
 

@@ -9,7 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -422,40 +423,42 @@ def test_a_step_that_was_never_complete_begins_a_run(tmp_path: Path) -> None:
         assert checkpoints.resume({"model": {"w": torch.ones(3)}}) is None
 
 
-def test_steps_that_go_while_they_are_listed_are_not_incomplete(tmp_path: Path) -> None:
-    """A check in cron runs beside a job whose retention removes steps."""
+@contextmanager
+def saving(root: Path, keep_last: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A job that saves 500 steps without pause. It has saved the first one."""
     job = (
         "import sys, torch; from ckpt_tools import CheckpointManager\n"
-        "with CheckpointManager(sys.argv[1], keep_last=3) as c:\n"
-        "    print(flush=True)\n"
-        "    for step in range(1, 400): c.save(step, {'w': torch.ones(2)}, asynchronous=False)"
+        "with CheckpointManager(sys.argv[1], keep_last=int(sys.argv[2])) as c:\n"
+        "    c.save(1, {'w': torch.ones(2)}, asynchronous=False); print(flush=True)\n"
+        "    for step in range(2, 500): c.save(step, {'w': torch.ones(2)}, asynchronous=False)"
     )
-    with subprocess.Popen([sys.executable, "-c", job, tmp_path], stdout=subprocess.PIPE) as running:
+    words = [sys.executable, "-c", job, root, str(keep_last)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as running:
         assert running.stdout is not None and running.stdout.readline()
-        numbers, looks = set[int](), 0
+        yield running
+    assert running.returncode == 0
+
+
+def test_steps_that_go_while_they_are_listed_are_not_incomplete(tmp_path: Path) -> None:
+    """A check in cron runs beside a job whose retention removes steps."""
+    numbers, looks = set[int](), 0
+    with saving(tmp_path, 3) as running:
         while running.poll() is None:
             found = ckpt_tools.steps(tmp_path)
             numbers |= {step.number for step in found}
             looks += 1
             assert not [step for step in found if step.problem]
-    assert running.returncode == 0 and looks > 20 and len(numbers) > 20
+    assert looks > 20 and len(numbers) > 20
 
 
 def test_a_run_that_replaces_its_only_step_is_never_without_one(tmp_path: Path) -> None:
-    job = (
-        "import sys, torch; from ckpt_tools import CheckpointManager\n"
-        "with CheckpointManager(sys.argv[1], keep_last=1) as c:\n"
-        "    c.save(1, {'w': torch.ones(2)}, asynchronous=False); print(flush=True)\n"
-        "    for step in range(2, 500): c.save(step, {'w': torch.ones(2)}, asynchronous=False)"
-    )
-    with subprocess.Popen([sys.executable, "-c", job, tmp_path], stdout=subprocess.PIPE) as running:
-        assert running.stdout is not None and running.stdout.readline()
-        looks = 0
+    looks = 0
+    with saving(tmp_path, 1) as running:
         while running.poll() is None:
             assert ckpt_tools.latest(tmp_path, verify=bool(looks % 2)) is not None
             assert not ckpt_tools.check_run(tmp_path, verify=True)
             looks += 1
-    assert running.returncode == 0 and looks > 20
+    assert looks > 20
 
 
 @pytest.mark.parametrize("what", ["shard", "ranks"])

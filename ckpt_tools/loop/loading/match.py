@@ -144,7 +144,7 @@ def _unfit(
     resized: Mapping[str, OnMismatch],
     cast: bool,
 ) -> tuple[list[str], list[str]]:
-    """Returns the tensors whose shapes differ and those whose types do not fit."""
+    """Returns two lists of tensors: those of other shapes, and those of types that do not fit."""
     shapes = [
         n
         for n, s in tensors.items()

@@ -436,10 +436,10 @@ def write(
             if group.rank:
                 staged = target.join(attempt)
             packed = list(objects.values())
-            numbers = layout.task.shards
-            names = [layout.names.infos[number].fqn for number in numbers]
-            moments = extras.measured.result() if extras.measured is not None else {}
-            measured = moments_by_name(names, moments)
+            measured: Mapping[str, Moments] = {}
+            if extras.measured is not None:
+                names = [layout.names.infos[number].fqn for number in layout.task.shards]
+                measured = moments_by_name(names, extras.measured.result())
             part = write_part(
                 layout.file,
                 target,
