@@ -23,7 +23,7 @@ test-peers: .venv/ready
 	$(PYTEST) --numprocesses 2 tests/peers
 
 test-cuda: .venv/ready
-	CKPT_DEVICE=cuda $(BIN)/python -m pytest tests/test_cuda.py tests/dist/test_manager.py -k "not accelerate and not stock_checkpoint and not flattened" tests/training/test_training.py::test_every_option_has_the_losses_of_a_plain_loop
+	CKPT_DEVICE=cuda $(BIN)/python -m pytest --numprocesses 6 tests/test_cuda.py tests/dist/test_manager.py -k "not accelerate and not stock_checkpoint and not flattened" tests/training/test_training.py::test_every_option_has_the_losses_of_a_plain_loop
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -87,12 +87,13 @@ def contenders(folder: Path, state: dict[str, Any], stack: ExitStack) -> dict[st
 
     def stock(is_pinned: bool) -> Save:
         group = dist.new_group(backend="gloo")  # its thread must not mix with the training's
-        stager = DefaultStager(StagingOptions(True, True, True, True)) if is_pinned else None
 
         def call(step: int) -> Callable[[], object]:
             model, optimizer = get_state_dict(state["model"], state["optimizer"])
             target = folder / "dcp"
             shutil.rmtree(target, ignore_errors=True)
+            # `async_save` closes a stager, so it serves once
+            stager = DefaultStager(StagingOptions(True, False, True, True)) if is_pinned else None
             done: Any = dcp.async_save(
                 {"model": model, "optimizer": optimizer},
                 checkpoint_id=target,

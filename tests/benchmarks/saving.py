@@ -54,12 +54,12 @@ SETTLE_MIB = int(os.environ.get("SETTLE_MIB", "6000"))
 Times = dict[str, list[float]]
 
 
-def build(gb: float, placement: Shard) -> nn.Module:
+def build(gb: float, hidden: int, placement: Shard) -> nn.Module:
     """A model whose parameters are DTensors, as FSDP2 leaves them."""
     mesh = init_device_mesh(device.NAME, (dist.get_world_size(),))
     model = nn.Module()
     torch.manual_seed(0)
-    for name, shape in shapes(gb, 1024).items():
+    for name, shape in shapes(gb, hidden).items():
         *parents, leaf = name.split(".")
         owner = model
         for part in parents:
@@ -260,22 +260,32 @@ def sync_saves(
 
 
 def stalls(
-    model: nn.Module, folder: Path, manager: CheckpointManager
+    model: nn.Module, folder: Path, manager: CheckpointManager, overlapping: CheckpointManager
 ) -> dict[str, Callable[[], float]]:
     """How long the loop stands still; the writing itself is waited for outside the time."""
     parameters = [p._local_tensor.detach() for p in model.parameters()]
     buffers = hosts_of(model)
     number = [10_000]
 
-    def ours() -> float:
-        number[0] += 1
-        took = timed(lambda: manager.save(number[0], {"model": model}))
-        manager.wait()
-        return took
+    optimizer = torch.optim.SGD(model.parameters())  # only what one trains is copied late
+
+    def ours(chosen: CheckpointManager) -> Callable[[], float]:
+        def call() -> float:
+            number[0] += 1
+            took = timed(lambda: chosen.save(number[0], {"model": model, "optimizer": optimizer}))
+            chosen.wait()
+            return took
+
+        return call
+
+    # the peer's thread must not mix its collectives with those of `timed`
+    group = dist.new_group(backend="gloo")
 
     def stock(kind: AsyncCheckpointerType, is_pinned: bool = False) -> Callable[[], float]:
         def call() -> float:
             futures, how = [], {"async_checkpointer_type": kind}
+            if kind is AsyncCheckpointerType.THREAD:
+                how["process_group"] = group
             if is_pinned:  # and copied before it returns; `async_save` closes it, so it serves once
                 how["async_stager"] = DefaultStager(StagingOptions(True, False, False, True))
             state = {"model": peer_state(model)}
@@ -290,7 +300,8 @@ def stalls(
 
     found = {
         "memory copy": lambda: timed(lambda: copy_all(parameters, buffers)),
-        "CheckpointManager": ours,
+        "CheckpointManager": ours(manager),
+        "the same with overlap_copy": ours(overlapping),
     }
     found |= {f"dcp.async_save, {kind.value}": stock(kind) for kind in AsyncCheckpointerType}
     if IS_CUDA:
@@ -400,9 +411,15 @@ def interference(model: nn.Module, manager: CheckpointManager, runs: int) -> Non
 
 
 def show_loads(
-    model: nn.Module, source: Path, manager: CheckpointManager, runs: int, what: str, nbytes: int
+    model: nn.Module,
+    source: Path,
+    manager: CheckpointManager,
+    runs: int,
+    what: str,
+    nbytes: int,
+    is_warm: bool,
 ) -> None:
-    for title, cold in (("warm page cache", None), ("cold", source)):
+    for title, cold in (("warm page cache", None), ("cold", source))[: 1 if is_warm else 2]:
         times = rounds(loads(model, source, manager), runs, source.parent / "out", cold)
         show(f"Load, {what}, from {source.name}, {title}", times, "raw: preadv", nbytes)
     report = manager.last_load
@@ -460,6 +477,8 @@ def main() -> None:
         help="for sync and async: contenders to leave out, where memory does not hold all",
     )
     parser.add_argument("--dim", type=int, default=0)
+    parser.add_argument("--hidden", type=int, default=1024, help="the smaller, the more tensors")
+    parser.add_argument("--warm", action="store_true", help="for load: not from a cold cache")
     parser.add_argument(
         "--source",
         type=Path,
@@ -469,15 +488,19 @@ def main() -> None:
     warnings.simplefilter("ignore")
     device.begin()
     torch.set_num_threads(1)
-    model = build(args.gb, Shard(args.dim))
+    model = build(args.gb, args.hidden, Shard(args.dim))
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    what = f"{nbytes / 1e9:.1f} GB on {dist.get_world_size()} ranks"
+    count = len(list(model.parameters()))
+    what = f"{nbytes / 1e9:.1f} GB in {count} tensors on {dist.get_world_size()} ranks"
     work = args.dir / "work"
     if dist.get_rank() == 0:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
     dist.barrier()
-    with CheckpointManager(work, keep_last=1) as manager:
+    with (
+        CheckpointManager(work, keep_last=1) as manager,
+        CheckpointManager(work / "overlapping", keep_last=1, overlap_copy=True) as overlapping,
+    ):
         if "sync" in args.only.split(","):
             show(
                 f"Blocking save, {what}",
@@ -499,7 +522,7 @@ def main() -> None:
                 rounds(
                     {
                         n: c
-                        for n, c in stalls(model, work / "out", manager).items()
+                        for n, c in stalls(model, work / "out", manager, overlapping).items()
                         if not re.search(args.skip, n)
                     },
                     args.runs,
@@ -516,9 +539,19 @@ def main() -> None:
             if not args.source:
                 manager.save(1_000_000, {"model": model}, asynchronous=False)
             show_loads(
-                model, args.source or work / "step-01000000", manager, args.runs, what, nbytes
+                model,
+                args.source or work / "step-01000000",
+                manager,
+                args.runs,
+                what,
+                nbytes,
+                args.warm,
             )
     if dist.get_rank() == 0:
+        for each in (manager, overlapping):
+            if each.last_save:
+                phases = {name: f"{1e3 * s:.1f} ms" for name, s in each.last_save.timing.items()}
+                print("phases of the last save:", phases)
         print(
             "largest memory of rank 0:"
             f" {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB"

@@ -1,5 +1,5 @@
-"""What statistics cost a save: `torchrun --standalone --nproc-per-node 2
-tests/benchmarks/statistics_cost.py DIR [MIB]`.
+"""What statistics cost a save: `PYTHONPATH=. torchrun --standalone --nproc-per-node 2
+tests/benchmarks/statistics_cost.py DIR [MIB]`; with CKPT_DEVICE=cuda on the machine's GPU.
 
 Saves with and without statistics in turns, in one job of several ranks with FSDP2: blocking saves,
 and the stall of saves in the background. Medians, and the median of the ratios of neighbours.
@@ -18,12 +18,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from ckpt_tools import CheckpointManager
+from tests.dist import device
 
 ROUNDS = 11
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    device.begin()
     root, mib = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1000
     width = int((mib * (1 << 20) / 4 / 24) ** 0.5)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(24)))
@@ -40,6 +41,8 @@ def main() -> None:
                 checkpoints.statistics, step = measures, step + 1
                 with torch.no_grad():
                     model[0].weight.add_(1e-3)
+                if device.NAME == "cuda":
+                    torch.cuda.synchronize()
                 dist.barrier()
                 began = time.perf_counter()
                 checkpoints.save(step, {"model": model}, asynchronous=in_background)

@@ -89,7 +89,7 @@ def _on_host(numbers: list[int], results: torch.Tensor) -> _Row:
     """Starts to copy results to the host. Another thread may read them after the event."""
     if results.device.type != "cuda":
         return _Row(numbers, results.cpu(), None)
-    host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
+    host = torch.empty(results.shape, dtype=results.dtype, device="cpu", pin_memory=True)
     with torch.cuda.device(results.device):
         host.copy_(results, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

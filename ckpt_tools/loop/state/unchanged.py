@@ -12,7 +12,7 @@ at every save. A guard keeps no tensor and no module alive. Imports torch.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -67,59 +67,80 @@ def _slots_of(exported: Iterable[torch.Tensor], tensors: Sequence[torch.Tensor])
 
 
 class _Module(NamedTuple):
-    """One module of a tree, as it was."""
+    """One module of a tree, as it was.
+
+    Attributes:
+        names: of its children, parameters and buffers.
+        empty: the names of those that hold None, which have no entry in a state dict.
+    """
 
     module: weakref.ref[nn.Module]
     kind: type[nn.Module]
     names: tuple[tuple[str, ...], ...]
+    empty: tuple[tuple[str, ...], ...]
     children: tuple[int, ...]
     non_persistent: frozenset[str]
     hooks: tuple[_Hook, ...]
 
     @classmethod
     def of(cls, module: nn.Module) -> _Module:
+        tables = _tables_of(module)
         return cls(
             weakref.ref(module),
             type(module),
-            _names_in(module),
+            tuple(map(tuple, tables)),
+            tuple(tuple(name for name, value in t.items() if value is None) for t in tables),
             tuple(map(id, module._modules.values())),
             frozenset(module._non_persistent_buffers_set),
             tuple(module._state_dict_pre_hooks.values()),
         )
 
     def unchanged(self) -> nn.Module | None:
-        """Returns the module if its class, names, children and hooks are the same; else None."""
+        """Returns the module if its class, names, children and hooks are the same; else None.
+
+        Empty slots are the same, too. A full slot may have become empty: then a tensor is missing.
+        """
         module = self.module()
         if module is None or type(module) is not self.kind:
             return None
-        hooks = module._state_dict_pre_hooks.values()
-        if len(hooks) != len(self.hooks) or not all(map(is_, hooks, self.hooks)):
+        hooks = module._state_dict_pre_hooks
+        if (hooks or self.hooks) and not (
+            len(hooks) == len(self.hooks) and all(map(is_, hooks.values(), self.hooks))
+        ):
             return None
         for hook in self.hooks:
             hook(module, "", False)
+        tables = _tables_of(module)
         is_same = (
             not module._state_dict_hooks
-            and not any(name in module.__dict__ for name in _OVERRIDES)
-            and _names_in(module) == self.names
+            and not _has_overrides(module)
+            and tuple(map(tuple, tables)) == self.names
             and tuple(map(id, module._modules.values())) == self.children
             and module._non_persistent_buffers_set == self.non_persistent
+            and (not any(self.empty) or self._are_empty(tables))
         )
         return module if is_same else None
 
-
-def _names_in(module: nn.Module) -> tuple[tuple[str, ...], ...]:
-    # with a name for each slot that holds None, which has no entry in a state dict
-    tables = (module._modules, module._parameters, module._buffers)
-    return tuple(
-        tuple(name if value is not None else f"{name} None" for name, value in table.items())
-        for table in tables
-    )
+    def _are_empty(self, tables: tuple[Mapping[str, object], ...]) -> bool:
+        pairs = zip(tables, self.empty, strict=True)
+        return all(table[name] is None for table, names in pairs for name in names)
 
 
-def _tensors_in(module: nn.Module) -> Iterable[torch.Tensor]:
-    hidden = module._non_persistent_buffers_set
-    buffers = (value for name, value in module._buffers.items() if name not in hidden)
-    return (value for value in chain(module._parameters.values(), buffers) if value is not None)
+def _tables_of(module: nn.Module) -> tuple[Mapping[str, object], ...]:
+    return module._modules, module._parameters, module._buffers
+
+
+def _has_overrides(module: nn.Module) -> bool:
+    own = module.__dict__
+    return "state_dict" in own or "_save_to_state_dict" in own or "get_extra_state" in own
+
+
+def _tensors_in(module: nn.Module) -> list[torch.Tensor]:
+    found = [value for value in module._parameters.values() if value is not None]
+    if module._buffers:
+        hidden = module._non_persistent_buffers_set
+        found += [v for n, v in module._buffers.items() if v is not None and n not in hidden]
+    return found
 
 
 class ModuleGuard:
@@ -161,7 +182,7 @@ def _is_ordinary(module: nn.Module) -> bool:
     """Tells whether a module's own entries in a state dict are its parameters and buffers."""
     return (
         _is_ordinary_kind(type(module))
-        and not any(name in module.__dict__ for name in _OVERRIDES)
+        and not _has_overrides(module)
         and not module._state_dict_hooks
         and all(map(_only_reshards, module._state_dict_pre_hooks.values()))
     )
