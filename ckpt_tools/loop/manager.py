@@ -371,6 +371,8 @@ class CheckpointManager:
             # before the copy, so that both see the same values
             measured = measure_on_device(collected.tensors) if collected.extras.statistics else None
             staged = self._stage_shards(collected, is_background)
+            if measured is not None:
+                measured.hold_updates()
             laps.lap("copy")
         extras = replace(collected.extras, timing=laps.seconds, measured=measured)
         stall_s = time.monotonic() - began if is_background else 0.0

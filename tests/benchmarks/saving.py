@@ -260,7 +260,7 @@ def sync_saves(
 
 
 def stalls(
-    model: nn.Module, folder: Path, manager: CheckpointManager, overlapping: CheckpointManager
+    model: nn.Module, folder: Path, manager: CheckpointManager, late: CheckpointManager
 ) -> dict[str, Callable[[], float]]:
     """How long the loop stands still; the writing itself is waited for outside the time."""
     parameters = [p._local_tensor.detach() for p in model.parameters()]
@@ -301,7 +301,7 @@ def stalls(
     found = {
         "memory copy": lambda: timed(lambda: copy_all(parameters, buffers)),
         "CheckpointManager": ours(manager),
-        "the same with overlap_copy": ours(overlapping),
+        "the same with overlap_copy": ours(late),
     }
     found |= {f"dcp.async_save, {kind.value}": stock(kind) for kind in AsyncCheckpointerType}
     if IS_CUDA:
@@ -464,12 +464,12 @@ def replicas(root: Path, gb: float, runs: int) -> None:
             )
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("dir", type=Path)
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--only", default="sync,async,load")
+    parser.add_argument("--only", default="sync,async,load", type=lambda text: text.split(","))
     parser.add_argument(
         "--skip",
         default="$^",
@@ -484,14 +484,43 @@ def main() -> None:
         type=Path,
         help="for load: a checkpoint, of any number of ranks, instead of one of these ranks",
     )
-    args = parser.parse_args()
-    warnings.simplefilter("ignore")
-    device.begin()
-    torch.set_num_threads(1)
+    return parser.parse_args()
+
+
+def measure(
+    args: argparse.Namespace, work: Path, manager: CheckpointManager, late: CheckpointManager
+) -> None:
+    """Runs the chosen rounds, and prints their tables."""
     model = build(args.gb, args.hidden, Shard(args.dim))
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     count = len(list(model.parameters()))
     what = f"{nbytes / 1e9:.1f} GB in {count} tensors on {dist.get_world_size()} ranks"
+
+    def table(title: str, found: dict[str, Callable[[], float]], base: str) -> None:
+        chosen = {n: c for n, c in found.items() if not re.search(args.skip, n)}
+        show(f"{title}, {what}", rounds(chosen, args.runs, work / "out"), base, nbytes)
+
+    if "sync" in args.only:
+        table("Blocking save", sync_saves(model, work / "out", manager), "raw: pwrite, fsync")
+    if "async" in args.only:
+        found = stalls(model, work / "out", manager, late)
+        table("Stall of a save in the background", found, "memory copy")
+    if "replicas" in args.only:
+        replicas(work / "replicas", args.gb, args.runs)
+    if "interference" in args.only:
+        interference(model, manager, args.runs)
+    if "load" in args.only:
+        if not args.source:
+            manager.save(1_000_000, {"model": model}, asynchronous=False)
+        source = args.source or work / "step-01000000"
+        show_loads(model, source, manager, args.runs, what, nbytes, args.warm)
+
+
+def main() -> None:
+    args = parsed()
+    warnings.simplefilter("ignore")
+    device.begin()
+    torch.set_num_threads(1)
     work = args.dir / "work"
     if dist.get_rank() == 0:
         shutil.rmtree(work, ignore_errors=True)
@@ -499,56 +528,11 @@ def main() -> None:
     dist.barrier()
     with (
         CheckpointManager(work, keep_last=1) as manager,
-        CheckpointManager(work / "overlapping", keep_last=1, overlap_copy=True) as overlapping,
+        CheckpointManager(work / "overlapping", keep_last=1, overlap_copy=True) as late,
     ):
-        if "sync" in args.only.split(","):
-            show(
-                f"Blocking save, {what}",
-                rounds(
-                    {
-                        n: c
-                        for n, c in sync_saves(model, work / "out", manager).items()
-                        if not re.search(args.skip, n)
-                    },
-                    args.runs,
-                    work / "out",
-                ),
-                "raw: pwrite, fsync",
-                nbytes,
-            )
-        if "async" in args.only.split(","):
-            show(
-                f"Stall of a save in the background, {what}",
-                rounds(
-                    {
-                        n: c
-                        for n, c in stalls(model, work / "out", manager, overlapping).items()
-                        if not re.search(args.skip, n)
-                    },
-                    args.runs,
-                    work / "out",
-                ),
-                "memory copy",
-                nbytes,
-            )
-        if "replicas" in args.only.split(","):
-            replicas(work / "replicas", args.gb, args.runs)
-        if "interference" in args.only.split(","):
-            interference(model, manager, args.runs)
-        if "load" in args.only.split(","):
-            if not args.source:
-                manager.save(1_000_000, {"model": model}, asynchronous=False)
-            show_loads(
-                model,
-                args.source or work / "step-01000000",
-                manager,
-                args.runs,
-                what,
-                nbytes,
-                args.warm,
-            )
+        measure(args, work, manager, late)
     if dist.get_rank() == 0:
-        for each in (manager, overlapping):
+        for each in (manager, late):
             if each.last_save:
                 phases = {name: f"{1e3 * s:.1f} ms" for name, s in each.last_save.timing.items()}
                 print("phases of the last save:", phases)
@@ -556,7 +540,7 @@ def main() -> None:
             "largest memory of rank 0:"
             f" {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB"
         )
-        if "load" not in args.only.split(",") or args.source:
+        if "load" not in args.only or args.source:
             shutil.rmtree(work)
     dist.barrier()
     dist.destroy_process_group()

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from ckpt_tools import CheckpointManager
 from tests.dist import device
 
-ROUNDS = 11
+ROUNDS = 7
 
 
 def main() -> None:

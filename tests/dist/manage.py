@@ -69,7 +69,9 @@ def build(case):
     elif case == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     elif case == "wrapped":
-        model.a, model.b = checkpoint_wrapper(model.a), torch.compile(model.b, backend="eager")
+        model.a = checkpoint_wrapper(model.a)
+        if device.NAME == "cpu":  # with a GPU as default device, torch 2.11 compiles no nested model
+            model.b = torch.compile(model.b, backend="eager")
         fsdp2(model)
         model = torch.compile(model, backend="eager")
     elif case == "big":  # tensors beyond the sizes at which neighbours are read together

@@ -20,6 +20,14 @@ from tests.dist import device
 from tests.dist.test_real_jobs import assert_same, same_bits, stock_load
 
 CRASHES = ["fsdp1"] if device.is_shared(4) else []
+
+
+def no_shared_gpu(num_ranks: int) -> pytest.MarkDecorator:
+    """Skips jobs whose collectives on a GPU's tensors crash gloo."""
+    reason = "gloo crashes at this on tensors of a GPU"
+    return pytest.mark.skipif(device.is_shared(num_ranks), reason=reason)
+
+
 CASES = [case for case in "fsdp2 hsdp tp fsdp1 ddp wrapped tied two all big".split() if case not in CRASHES]
 # the others need a mesh of an even number of ranks
 ANYWHERE = [case for case in "fsdp2 fsdp1 ddp wrapped tied two big".split() if case in CASES]
@@ -156,9 +164,11 @@ def test_a_rank_without_any_row_of_a_tensor(tmp_path: Path) -> None:
     torchrun(3, "fewer_rows.py", str(tmp_path))
 
 
+@no_shared_gpu(2)
 def test_what_changes_on_one_rank_or_on_all_between_saves_is_saved(tmp_path: Path) -> None:
     torchrun(2, "unchanged.py", str(tmp_path))
 
 
+@no_shared_gpu(3)
 def test_shards_of_another_shape_are_loaded_as_declared(tmp_path: Path) -> None:
     torchrun(3, "resize.py", str(tmp_path))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt_tools import CheckpointManager
@@ -498,3 +499,46 @@ def test_tensors_that_wrap_others_are_not_taken_for_tied(tmp_path: Path) -> None
             checkpoints.save(step, {"model": model})
             found = assert_stock_torch_reads(tmp_path / f"step-{step:08d}")["model"]
             assert [float(found[name][0]) for name in "ab"] == [1.0, 2.0]
+
+
+def test_a_tensor_that_moves_to_an_empty_slot_has_its_new_name(tmp_path: Path) -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left = nn.Parameter(torch.ones(2))
+            self.register_parameter("right", None)
+
+    model = Pair()
+    with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
+        checkpoints.save(1, {"model": model})
+        checkpoints.save(2, {"model": model})
+        model._parameters.update(left=None, right=model.left)
+        checkpoints.save(3, {"model": model})
+    for step, name in ((2, "left"), (3, "right")):
+        found = assert_stock_torch_reads(tmp_path / f"step-{step:08d}")
+        assert list(found["model"]) == [name]
+
+
+@pytest.mark.parametrize("overlap_copy", [False, True])
+def test_a_mode_of_torch_sees_few_calls_of_a_later_save(overlap_copy: bool, tmp_path: Path) -> None:
+    class Count(TorchFunctionMode):  # as `torch.set_default_device` is one
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_calls = 0
+
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kw: Any = None
+        ) -> Any:
+            self.num_calls += 1
+            return function(*args, **(kw or {}))
+
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(100)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    with CheckpointManager(tmp_path, overlap_copy=overlap_copy) as checkpoints:
+        checkpoints.save(1, state)
+        with Count() as count:
+            checkpoints.save(2, state)
+    assert 0 < count.num_calls < 100  # of 800 tensors

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,12 @@ class DeviceMoments:
         """Stores the number of elements of each tensor, and the results of each device."""
         self._numels, self._rows = numels, rows
 
+    def hold_updates(self) -> None:
+        """Lets later changes of the tensors wait on their device until they are measured."""
+        for row in self._rows:
+            if row.event is not None:
+                torch.cuda.current_stream(row.event.device).wait_event(row.event)
+
     def result(self) -> dict[int, Moments]:
         """Waits for the device, and returns the statistics by the number of the tensor."""
         found: dict[int, Moments] = {}
@@ -57,7 +64,8 @@ class DeviceMoments:
 def measure_on_device(tensors: Sequence[torch.Tensor]) -> DeviceMoments | None:
     """Starts to measure the tensors that are on an accelerator.
 
-    The kernels run on the current stream. So they see the values of this moment, as a copy does.
+    On a GPU, the kernels run on a stream of their own, beside the copy to the host. They see the
+    values of this moment. Call `hold_updates` once the copy has been started.
 
     Args:
         tensors: on any device.
@@ -79,22 +87,29 @@ def _started(tensors: Sequence[torch.Tensor]) -> DeviceMoments:
             by_device.setdefault(tensor.device, []).append(number)
     numels = {n: _plain(tensors[n]).numel() for numbers in by_device.values() for n in numbers}
     rows = [
-        _on_host(numbers, _measure([_plain(tensors[n]) for n in numbers]))
-        for numbers in by_device.values()
+        _row(device, numbers, [_plain(tensors[n]) for n in numbers])
+        for device, numbers in by_device.items()
     ]
     return DeviceMoments(numels, rows)
 
 
-def _on_host(numbers: list[int], results: torch.Tensor) -> _Row:
-    """Starts to copy results to the host. Another thread may read them after the event."""
-    if results.device.type != "cuda":
-        return _Row(numbers, results.cpu(), None)
-    host = torch.empty(results.shape, dtype=results.dtype, device="cpu", pin_memory=True)
-    with torch.cuda.device(results.device):
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns the one stream of a device: memory that is freed on a stream is reused there only."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _row(device: torch.device, numbers: list[int], tensors: Sequence[torch.Tensor]) -> _Row:
+    """Measures the tensors of a device. Another thread may read the results after the event."""
+    if device.type != "cuda":
+        return _Row(numbers, _measure(tensors).cpu(), None)
+    stream = _stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        results = _measure(tensors)
+        host = torch.empty(results.shape, dtype=results.dtype, device="cpu", pin_memory=True)
         host.copy_(results, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-    return _Row(numbers, host, event)
+        return _Row(numbers, host, stream.record_event())
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

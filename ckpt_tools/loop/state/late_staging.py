@@ -19,7 +19,7 @@ from ckpt_tools.core.logs import log
 from ckpt_tools.loop.state.optimizers import StateOwners
 from ckpt_tools.loop.state.shards import local_part
 from ckpt_tools.loop.state.staging import StagedTensors
-from ckpt_tools.loop.state.unchanged import memory_of
+from ckpt_tools.loop.state.unchanged import memory_of, plainly
 
 _ACTIVE: weakref.WeakSet[LateStaging] = weakref.WeakSet()
 
@@ -52,6 +52,10 @@ class LateStaging:
 
     def find(self, owners: StateOwners, tensors: Sequence[torch.Tensor]) -> set[int]:
         """Returns the numbers of the tensors that only the optimizers of a state change."""
+        with plainly():
+            return self._find(owners, tensors)
+
+    def _find(self, owners: StateOwners, tensors: Sequence[torch.Tensor]) -> set[int]:
         owned, written = set[object](), set[object]()
         for _, optimizer in owners.optimizers:
             if self._is_hooked(optimizer):
@@ -61,7 +65,7 @@ class LateStaging:
                     owned.update(_memory(v) for v in found.values() if isinstance(v, torch.Tensor))
         for _, root in owners.modules:
             for module in root.modules():
-                if getattr(module, "max_norm", None) is not None:
+                if _max_norm(module) is not None:
                     written.update(map(_memory, module.parameters(recurse=False)))
         owned -= written
         return {n for n, t in enumerate(tensors) if t.numel() and _memory(t) in owned}
@@ -106,6 +110,14 @@ class LateStaging:
         self.hold()
         self._hook.remove()
         _ACTIVE.discard(self)
+
+
+def _max_norm(module: torch.nn.Module) -> object:
+    """Returns what `module.max_norm` is, without the search of `nn.Module`, which is slow."""
+    for table in (module.__dict__, module._parameters, module._buffers):
+        if "max_norm" in table:
+            return table["max_norm"]
+    return getattr(type(module), "max_norm", None)
 
 
 def _memory(tensor: torch.Tensor) -> object:

@@ -17,6 +17,7 @@ import torch
 
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.loop.state.shards import as_bytes
+from ckpt_tools.loop.state.unchanged import plainly
 
 _ALIGNMENT = 64
 
@@ -141,8 +142,9 @@ class Stager:
     def _copy_late(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Starts copies: on streams of their own from GPUs, in a thread from the host's memory."""
         by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for pair in pairs:
-            by_device.setdefault(pair[1].device, []).append(pair)
+        with plainly():
+            for pair in pairs:
+                by_device.setdefault(pair[1].device, []).append(pair)
         for device, mine in by_device.items():
             targets, sources = [target for target, _ in mine], [source for _, source in mine]
             if device.type == "cuda":
@@ -200,14 +202,17 @@ class Stager:
 
     def _leave(self, tensors: Sequence[torch.Tensor]) -> None:
         """Notes the copies that may still be running."""
-        for device in {t.device for t in tensors if t.is_cuda}:
+        with plainly():
+            devices = {t.device for t in tensors if t.is_cuda}
+        for device in devices:
             self._busy.append(torch.cuda.current_stream(device).record_event())
 
     def _rooms(self, tensors: Sequence[torch.Tensor]) -> list[_Room]:
         """Returns memory for each tensor, of its type and shape, in one buffer."""
         self.settle()
-        wants_pin = any(t.is_cuda for t in tensors)
-        key = [(t.shape, t.dtype) for t in tensors]
+        with plainly():
+            wants_pin = any(t.is_cuda for t in tensors)
+            key = [(t.shape, t.dtype) for t in tensors]
         if key == self._kept[0] and (self._is_pinned or not wants_pin):
             return self._kept[1]
         ends = list(
