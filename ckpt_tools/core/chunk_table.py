@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import overload
 
 import numpy as np
@@ -18,6 +19,18 @@ from ckpt_tools.core.catalog import RAW, Chunk, ChunkTable, Extent
 
 Ints = npt.NDArray[np.int64]
 _MAX_NUMEL = 1 << 62
+_FEW = 256  # chunks of a table whose boxes are shared
+
+
+@lru_cache(maxsize=1024)
+def _shared_boxes(offsets: bytes, sizes: bytes, rows: int, dims: int) -> tuple[Box, ...]:
+    """Returns the boxes of a small table, which many tensors of a model share."""
+    both = (np.frombuffer(part, np.int64).reshape(rows, dims).tolist() for part in (offsets, sizes))
+    return tuple(_make_boxes(*both))
+
+
+def _make_boxes(offsets: Iterable[list[int]], sizes: Iterable[list[int]]) -> Iterator[Box]:
+    return map(Box, map(tuple, offsets), map(tuple, sizes))
 
 
 class ArrayChunkTable(ChunkTable):
@@ -80,13 +93,18 @@ class ArrayChunkTable(ChunkTable):
         )
 
     def __iter__(self) -> Iterator[Chunk]:
-        names, packing = self.names, self.packing
-        boxes = map(Box, map(tuple, self.offsets.tolist()), map(tuple, self.sizes.tolist()))
+        names, packing, boxes = self.names, self.packing, self._boxes()
         places = zip(self.files.tolist(), self.starts.tolist(), self.nbytes.tolist(), strict=True)
         return (
             Chunk(box, Extent(names[f], at, n, packing))
             for box, (f, at, n) in zip(boxes, places, strict=True)
         )
+
+    def _boxes(self) -> Iterable[Box]:
+        if len(self) > _FEW:
+            return _make_boxes(self.offsets.tolist(), self.sizes.tolist())
+        rows, dims = self.offsets.shape
+        return _shared_boxes(self.offsets.tobytes(), self.sizes.tobytes(), rows, dims)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ArrayChunkTable):
