@@ -21,6 +21,7 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PerRank, RngState
+from ckpt_tools.loop.state.device_statistics import measure_on_device
 from ckpt_tools.loop.state.staging import Stager, _pinned
 from tests.jobs import ROOT, torchrun_command
 from tests.training.test_training import QUIET, TINY, losses, sets
@@ -73,6 +74,21 @@ def test_a_gpu_measures_what_the_host_measures(asynchronous: bool, tmp_path: Pat
             {n: t.statistics and t.statistics.packed() for n, t in manifest.tensors.items()}
         )
     assert found[0] == found[1] and len(found[0]) == 2
+
+
+def test_the_host_does_not_wait_for_a_gpu_that_measures() -> None:
+    tensors = [torch.randn(100, 7, device="cuda"), torch.ones(3, device="cuda", dtype=torch.int32)]
+    tensors.append(torch.ones(5, device="cuda", dtype=torch.bfloat16))
+    found = measure_on_device(tensors)  # allocates pinned memory
+    assert found is not None
+    found.result()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = measure_on_device(tensors)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found is not None
+    assert [found.result()[n].numel for n in range(3)] == [700, 3, 5]
 
 
 # ---- values --------------------------------------------------------------------------------------

@@ -102,14 +102,15 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def _row(device: torch.device, numbers: list[int], tensors: Sequence[torch.Tensor]) -> _Row:
     """Measures the tensors of a device. Another thread may read the results after the event."""
     if device.type != "cuda":
-        return _Row(numbers, _measure(tensors).cpu(), None)
+        order, results = _measure(tensors)
+        return _Row([numbers[n] for n in order], results.cpu(), None)
     stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        results = _measure(tensors)
+        order, results = _measure(tensors)
         host = torch.empty(results.shape, dtype=results.dtype, device="cpu", pin_memory=True)
         host.copy_(results, non_blocking=True)
-        return _Row(numbers, host, stream.record_event())
+        return _Row([numbers[n] for n in order], host, stream.record_event())
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,26 +119,26 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def _measure(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns norms, largest magnitudes and numbers of nonzero elements: `[3, n]`, float64."""
-    result = torch.zeros(3, len(tensors), dtype=torch.float64, device=tensors[0].device)
+def _measure(tensors: Sequence[torch.Tensor]) -> tuple[list[int], torch.Tensor]:
+    """Returns norms, largest magnitudes and numbers of nonzero elements: `[3, n]`, float64.
+
+    The host never waits for the device. The list has the number of the tensor of each column.
+    """
     by_dtype: dict[torch.dtype, list[int]] = {}
     for number, tensor in enumerate(tensors):
         by_dtype.setdefault(tensor.dtype, []).append(number)
+    columns = []
     for dtype, numbers in by_dtype.items():
         mine = [tensors[n] for n in numbers]
         if dtype in _PLAIN:
-            columns = torch.stack(
-                [
-                    torch.stack(torch._foreach_norm(mine, 2, dtype=torch.float64)),
-                    torch.stack(torch._foreach_norm(mine, math.inf)).double(),
-                    torch.stack([torch.count_nonzero(t) for t in mine]).double(),
-                ]
-            )
+            norms = torch.stack(torch._foreach_norm(mine, 2, dtype=torch.float64))
+            most = torch.stack(torch._foreach_norm(mine, math.inf)).double()
+            nonzeros = torch.stack([torch.count_nonzero(t) for t in mine]).double()
+            columns.append(torch.stack([norms, most, nonzeros]))
         else:
-            columns = torch.stack([_measure_converted(t) for t in mine], dim=1)
-        result[:, numbers] = columns
-    return result
+            columns.append(torch.stack([_measure_converted(t) for t in mine], dim=1))
+    order = [number for numbers in by_dtype.values() for number in numbers]
+    return order, torch.cat(columns, dim=1)
 
 
 def _measure_converted(tensor: torch.Tensor) -> torch.Tensor:
