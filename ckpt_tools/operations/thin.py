@@ -31,7 +31,7 @@ from ckpt_tools.publish.destinations import open_destination, open_root
 from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.reasons_to_stay import reason_to_stay
-from ckpt_tools.publish.retention_rules import Retention
+from ckpt_tools.publish.retention_rules import Retention, newest_finite
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.steps import Step, damage, list_steps
 from ckpt_tools.storage import open_store, read
@@ -96,8 +96,8 @@ def thin(
 
     A step stays full if it is pinned, if a link leads to it, or if it holds files that no save
     wrote. As for `Retention`, so do the newest full step that is not known to have NaN or infinity,
-    and the newest that is known to be finite. The newest full step is read first: a damaged one
-    does not count. No job may be saving to the run.
+    and the newest that is known to be finite. These steps are read first: a damaged one does not
+    count. No job may be saving to the run.
 
     Args:
         root: directory of the run, a path or a URL.
@@ -153,7 +153,7 @@ def thin_steps(
         where: the root.
         keep_full, keep_every, drop, dtype, dry_run, options: as for `thin`.
         held: paths of steps that stay full, because something still reads them.
-        reads: read the newest full step first. A damaged one is not counted.
+        reads: read the newest full steps first. A damaged one is not counted.
     """
     result = ThinResult(is_dry_run=dry_run)
     full = _sound(list_steps(where), reads, result.kept)
@@ -190,7 +190,10 @@ def _names(steps: Iterable[Step], options: Reading) -> list[str]:
 
 
 def _sound(steps: Sequence[Step], reads: bool, kept: dict[str, str]) -> list[Step]:
-    """Returns the complete steps, up to the newest full one that is not damaged."""
+    """Returns the complete steps without damaged ones that would be a reason to thin others.
+
+    These are the newest full step, and the newest full steps without known NaN or infinity.
+    """
     for step in steps:
         if step.problem:
             kept[str(step.path)] = f"it is not complete: {step.problem}"
@@ -198,14 +201,17 @@ def _sound(steps: Sequence[Step], reads: bool, kept: dict[str, str]) -> list[Ste
             kept[str(step.path)] = step.twin_note
         elif not step.counts and not step.superseded_by:
             kept[str(step.path)] = "no save of this tool wrote it"
-    found = [step for step in steps if step.counts]
+    found, sound = [step for step in steps if step.counts], set[str]()
     while reads:
-        newest = next((step for step in reversed(found) if not step.thinned), None)
-        problem = damage(newest) if newest is not None else ""
-        if newest is None or not problem:
+        full = [step for step in found if not step.thinned]
+        needed = [*full[-1:], *(step for step, _ in newest_finite(full))] if full else []
+        doubtful = next((s for s in needed if str(s.path) not in sound), None)
+        if doubtful is None:
             break
-        kept[str(newest.path)] = f"it is not counted: {problem}"
-        found.remove(newest)
+        if problem := damage(doubtful):
+            kept[str(doubtful.path)] = f"it is not counted: {problem}"
+            found.remove(doubtful)
+        sound.add(str(doubtful.path))
     return found
 
 

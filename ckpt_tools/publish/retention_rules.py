@@ -80,13 +80,15 @@ class Retention:
             yield f"younger than {format_period(self.younger_s)}"
 
     def _kept(self, steps: Sequence[Step], now: dt.datetime) -> Iterator[tuple[Step, str]]:
+        alone = [(step, reason) for step in steps for reason in self.reasons_alone(step, now)]
+        yield from [*self.reasons_beside(steps), *alone]
+
+    def reasons_beside(self, steps: Sequence[Step]) -> Iterator[tuple[Step, str]]:
+        """Yields steps with the rules that keep them beside others, which they would replace."""
         last = len(steps) if self.last is None else self.last
         for step in steps[-last:] if last else ():
             yield step, "all stay" if self.last is None else f"the newest {last}"
-        yield from _newest_finite(steps)
-        for step in steps:
-            for reason in self.reasons_alone(step, now):
-                yield step, reason
+        yield from newest_finite(steps)
         if self.every_s:
             for step in _spaced(steps, self.every_s):
                 yield step, f"one of each {format_period(self.every_s)}"
@@ -179,7 +181,7 @@ def _age_s(step: Step, now: dt.datetime) -> float:
     return math.inf if time is None else (now - time).total_seconds()
 
 
-def _newest_finite(steps: Sequence[Step]) -> Iterator[tuple[Step, str]]:
+def newest_finite(steps: Sequence[Step]) -> Iterator[tuple[Step, str]]:
     """Yields the newest step that is not known to be bad, and the newest that is known as good."""
     hopeful = next((step for step in reversed(steps) if step.is_finite is not False), None)
     finite = next((step for step in reversed(steps) if step.is_finite), None)

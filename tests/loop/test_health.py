@@ -215,7 +215,7 @@ def test_the_rules_combine_and_a_dry_run_tells_which(run: Path, ckpt: Run) -> No
     assert stays == {
         "00000120": "the newest 2",
         "00000110": "the newest 2",
-        "00000050": "a multiple of 50, the best 2 by loss (0.2)",
+        "00000050": "the best 2 by loss (0.2), a multiple of 50",
         "00000100": "a multiple of 50",
         "00000060": "the best 2 by loss (0.8)",
     }

@@ -246,6 +246,45 @@ def test_the_newest_is_read_before_all_others_go(run: Path, ckpt: Run) -> None:
     assert numbers(prune_steps(open_root(run), Retention(1), reads=False).removed) == [20]
 
 
+def save_values(root: Path, values: dict[int, float], losses: dict[int, float]) -> None:
+    with CheckpointManager(
+        root, keep_last=None, statistics=True, asynchronous=False
+    ) as checkpoints:
+        for step, value in values.items():
+            state = {"model": {"w": torch.full((40,), value)}, "optimizer": {"m": torch.ones(4)}}
+            metrics = {"loss": losses[step]} if step in losses else None
+            checkpoints.save(step, state, metrics=metrics)
+
+
+def flip_a_bit(step: Path, value: float) -> None:
+    file = step / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[data.find(torch.full((40,), value).numpy().tobytes()) + 5] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("reads", [None, True])
+@pytest.mark.parametrize("num_bad", [1, 2])
+def test_what_a_job_can_resume_from_stays_though_newer_steps_are_damaged_or_not_finite(
+    num_bad: int, reads: bool | None, tmp_path: Path
+) -> None:
+    values = {1: 1.0, 2: 2.0} | dict.fromkeys(range(3, 3 + num_bad), float("nan"))
+    save_values(tmp_path, values, {})
+    flip_a_bit(tmp_path / step_name(2), 2.0)
+    result = prune_steps(open_root(tmp_path), Retention(last=1), reads=reads)
+    assert list(result.damaged) == [str(tmp_path / step_name(2))]
+    assert [step.number for step in result.removed] == list(range(3, 2 + num_bad))
+    assert ckpt_tools.latest(tmp_path, verify=True).path == tmp_path / step_name(1)
+
+
+def test_a_damaged_step_is_not_the_best_where_steps_are_read(tmp_path: Path) -> None:
+    save_values(tmp_path, {1: 1.0, 2: 2.0, 3: 3.0}, {1: 1.0, 2: 0.5, 3: 2.0})
+    flip_a_bit(tmp_path / step_name(2), 2.0)
+    rules = Retention(last=1, best=1, metric="loss")
+    result = prune_steps(open_root(tmp_path), rules, reads=True)
+    assert not result.removed and list(result.damaged) == [str(tmp_path / step_name(2))]
+
+
 def test_every_step_that_is_counted_is_read_where_asked_for(run: Path) -> None:
     flip(run / step_name(20) / "__0_0.distcp")
     ckpt_tools.reshard(run / step_name(30), run / step_name(5), to_ranks=1)

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 import ckpt_tools
 from ckpt_tools import CheckpointManager, NotACheckpointError, PlanError, StorageError
 from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.step_names import step_name
 from tests.conftest import torchrun
 from tests.jobs import EVERY, STRACE, open_files
+from tests.loop.test_retention import flip_a_bit, save_values
 from tests.servers.servers import Server
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -148,6 +150,18 @@ def test_a_damaged_newest_step_does_not_count(tmp_path: Path, ckpt: Run) -> None
     assert [bool(s.thinned) for s in ckpt_tools.steps(tmp_path)] == [True, True, False, False]
     with CheckpointManager(tmp_path) as checkpoints:
         assert checkpoints.resume(job()) == 3
+
+
+@pytest.mark.parametrize("num_bad", [1, 2])
+def test_a_full_step_that_a_job_can_resume_from_stays(num_bad: int, tmp_path: Path) -> None:
+    values = {1: 1.0, 2: 2.0} | dict.fromkeys(range(3, 3 + num_bad), float("nan"))
+    save_values(tmp_path, values, {})
+    flip_a_bit(tmp_path / step_name(2), 2.0)
+    result = ckpt_tools.thin(tmp_path, 1)
+    assert [step.number for step in result.thinned] == list(range(3, 2 + num_bad))
+    with CheckpointManager(tmp_path) as checkpoints:
+        state = {"model": {"w": torch.zeros(40)}, "optimizer": {"m": torch.zeros(4)}}
+        assert checkpoints.resume(state) == 1
 
 
 def test_a_cast_that_overflows_is_refused(tmp_path: Path, ckpt: Run) -> None:

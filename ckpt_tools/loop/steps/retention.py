@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import os
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ckpt_tools.operations.thin import thin_steps
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.reasons_to_stay import MAX_NAMES, files_to_keep, reason_to_stay
-from ckpt_tools.publish.retention_rules import Retention, has_metric
+from ckpt_tools.publish.retention_rules import Retention, has_metric, newest_finite
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.steps import Step, find_step, lasting_damage, look_at, survey
 from ckpt_tools.storage import is_url, local_path, open_store
@@ -92,8 +92,9 @@ def prune_steps(
         root: of the run.
         rules, kept: as for `removable`.
         dry_run: remove nothing.
-        reads: read the counted steps first, and count the next older step for each damaged one.
-            If None, only the newest step is read, so that at least one sound step stays.
+        reads: read the steps that stay beside others first: a damaged one is not counted, and
+            another stays in its place. If None, only the newest step is read, and the newest that
+            a job can resume from, so that at least one such step stays.
         passed: paths of steps that a resume has found unusable. They are neither counted nor
             removed.
 
@@ -107,8 +108,7 @@ def prune_steps(
     to_remove, damaged = _choose(
         [step for step in steps if str(step.path) not in passed],
         lambda counted: removable(counted, rules, kept),
-        rules.last or 1,
-        reads,
+        {None: _needed, True: rules.reasons_beside, False: _none}[reads],
     )
     if to_remove and reads is not False:  # reading takes long: a job may have gone back since
         steps, needed = survey(root)
@@ -196,21 +196,37 @@ def _thin(root: RunRoot, rules: Retention, kept: Iterable[Path | str], told: set
     return not result.failed
 
 
+def _needed(steps: Sequence[Step]) -> Iterator[tuple[Step, str]]:
+    """Yields the newest step, and the newest steps that are not known to have NaN or infinity."""
+    yield from ((step, "the newest") for step in steps[-1:])
+    yield from newest_finite(steps)
+
+
+def _none(steps: Sequence[Step]) -> Iterator[tuple[Step, str]]:
+    del steps
+    return iter(())
+
+
 def _choose(
     steps: Sequence[Step],
     rule: Callable[[list[Step]], list[Step]],
-    keep_last: int,
-    reads: bool | None,
+    to_read: Callable[[Sequence[Step]], Iterable[tuple[Step, str]]],
 ) -> tuple[list[Step], dict[str, str]]:
-    """Returns the sound steps that the rule allows to remove, and the problems of damaged steps."""
+    """Returns the sound steps that the rule allows to remove, and the problems of damaged steps.
+
+    Args:
+        steps: of a run.
+        rule: returns the steps to remove.
+        to_read: returns those of the steps that stay which must be sound.
+    """
     damaged: dict[str, str] = {}
     sound: set[str] = set()
     while True:
         steps = [s for s in steps if str(s.path) not in damaged]
         to_remove = rule(list(steps))
         left = [s for s in steps if s.counts and s not in to_remove]
-        doubtful = left[-keep_last:] if reads else left[-1:] if reads is None else []
-        step = next((s for s in reversed(doubtful) if str(s.path) not in sound), None)
+        doubtful = (step for step, _ in to_read(left))
+        step = next((s for s in doubtful if str(s.path) not in sound), None)
         if not to_remove or step is None:
             return to_remove, damaged
         problem = lasting_damage(step)
