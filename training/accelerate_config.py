@@ -80,6 +80,8 @@ def _wrap(value: Any, version: int) -> str:
 
 def _precision(value: Any, version: int) -> str:
     del version
+    if value is False:  # YAML reads an unquoted no so
+        return ""
     if str(value).lower() not in _TYPES:
         raise ConfigError(
             f"{value!r} is refused: fp16 needs a scaled loss and fp8 its own kernels; bf16 and no"
@@ -90,7 +92,7 @@ def _precision(value: Any, version: int) -> str:
 
 def _whole(value: Any, version: int) -> int:
     del version
-    if not str(value).isdigit():
+    if not str(value).isdecimal() or isinstance(value, bool):
         raise ConfigError(f"expected a whole number, got {value!r}")
     return int(value)
 
@@ -143,7 +145,9 @@ KEYS: dict[str, Key] = {
     "fp8_config": Key(reason="refused: fp8 needs its own kernels", fine=({}, None)),
     "mpirun_config": Key(reason=_LAUNCH, fine=({}, None)),
     "dynamo_config.dynamo_backend": Key(
-        "compute.compile_backend", lambda value, _: str(value).lower()
+        # YAML reads an unquoted no as false
+        "compute.compile_backend",
+        lambda value, _: "no" if value is False else str(value).lower(),
     ),
     "dynamo_config.dynamo_mode": Key(
         reason="refused: blocks are compiled in torch's default mode", fine=("default", None)
@@ -157,9 +161,8 @@ KEYS: dict[str, Key] = {
     "dynamo_config.dynamo_use_regional_compilation": Key(
         reason="blocks are always compiled one by one"
     ),
-    "parallelism_config.parallelism_config_dp_replicate_size": Key(
-        reason="see dp_shard_size", fine=(1,)
-    ),
+    # with both sizes, `_settle` chooses the strategy
+    "parallelism_config.parallelism_config_dp_replicate_size": Key("fsdp.num_replicas", _whole),
     "parallelism_config.parallelism_config_dp_shard_size": Key("fsdp.shard_size", _whole),
     "parallelism_config.parallelism_config_tp_size": Key("fsdp.tensor_parallel", _whole),
     **{
@@ -200,7 +203,7 @@ KEYS: dict[str, Key] = {
     "fsdp_config.fsdp_sync_module_states": Key("fsdp1.sync_module_states", _truth),
     "fsdp_config.fsdp_limit_all_gathers": Key("fsdp1.limit_all_gathers", _truth),
     "fsdp_config.fsdp_cpu_ram_efficient_loading": Key(
-        reason="no rank ever holds the whole model: each reads its shards from the files"
+        reason="each rank reads its shards from the files, and holds no whole model"
     ),
     "fsdp_config.fsdp_state_dict_type": Key(
         reason="checkpoints are always sharded; `ckpt merge` makes the full one"
@@ -269,14 +272,17 @@ def read(path: str) -> Mapped:
         raise ConfigError(f"not a configuration of Accelerate: it has no distributed_type ({path})")
     mapped = Mapped()
     flat = dict(_flatten(given))
-    version = _whole(flat.get("fsdp_config.fsdp_version", 1), 1)
+    version = flat.get("fsdp_config.fsdp_version", 1)
+    if version not in (1, 2, "1", "2") or isinstance(version, bool):
+        raise ConfigError(f"fsdp_config.fsdp_version: expected 1 or 2, got {version!r} ({path})")
+    version = int(version)
     mapped.tables["fsdp"] = {"api": f"fsdp{version}"}  # Accelerate's default is 1
     for name, value in flat.items():
         try:
             _map(name, value, version, mapped)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error} ({path})") from error
-    _settle(mapped, flat)
+    _settle(mapped)
     return mapped
 
 
@@ -326,18 +332,27 @@ def _map(name: str, value: Any, version: int, mapped: Mapped) -> None:
         return
     if value is None:
         return
-    mapped.tables.setdefault(table, {})[ours] = (
-        key.convert(value, version) if key.convert else value
-    )
+    converted = key.convert(value, version) if key.convert else value
+    known = mapped.tables.setdefault(table, {}).setdefault(ours, converted)
+    if known != converted:
+        raise ConfigError(
+            f"{value!r} contradicts an earlier key of the file: leave one of them out"
+        )
 
 
-def _settle(mapped: Mapped, flat: Mapping[str, Any]) -> None:
+def _settle(mapped: Mapped) -> None:
     """Combines keys whose meaning depends on each other."""
     fsdp = mapped.tables["fsdp"]
     if fsdp.get("wrap") == "layers" and fsdp.get("wrap_classes"):
         fsdp["wrap"] = "classes"
-    elif fsdp.get("wrap") != "classes":
-        fsdp.pop("wrap_classes", None)
+    for ours, wrap, theirs in (
+        ("wrap_classes", "classes", "fsdp_transformer_layer_cls_to_wrap"),
+        ("min_num_params", "size", "fsdp_min_num_params"),
+    ):
+        if fsdp.get("wrap") != wrap and (value := fsdp.pop(ours, None)):
+            mapped.notes.append(
+                f"{theirs} = {value!r} changes nothing: fsdp_auto_wrap_policy does not use it"
+            )
     if precision := mapped.tables.get("precision", {}).get("param"):
         mapped.tables["precision"] |= {
             "reduce": precision,
@@ -349,18 +364,13 @@ def _settle(mapped: Mapped, flat: Mapping[str, Any]) -> None:
         dynamo["compile_backend"] = (
             "inductor" if dynamo["compile_backend"] == "no" else dynamo["compile_backend"]
         )
-    sizes = {
-        n: int(flat.get(f"parallelism_config.parallelism_config_{n}_size", 1) or 1)
-        for n in ("dp_replicate", "dp_shard")
-    }
-    if sizes["dp_replicate"] > 1:
-        if sizes["dp_shard"] > 1:
-            fsdp["strategy"] = (
-                "HYBRID_SHARD"
-                if fsdp.get("strategy", "FULL_SHARD") == "FULL_SHARD"
-                else "HYBRID_SHARD_ZERO2"
-            )
-        else:
-            fsdp["strategy"] = "NO_SHARD"
+    if (replicas := fsdp.pop("num_replicas", 1)) > 1:
+        is_full = fsdp.get("strategy", "FULL_SHARD") == "FULL_SHARD"
+        both = "HYBRID_SHARD" if is_full else "HYBRID_SHARD_ZERO2"
+        fsdp["strategy"] = both if fsdp.get("shard_size", 1) > 1 else "NO_SHARD"
+        mapped.notes.append(
+            f"parallelism_config_dp_replicate_size = {replicas} makes fsdp.strategy ="
+            f" {fsdp['strategy']}: the number of copies is that of the ranks by fsdp.shard_size"
+        )
     if not str(fsdp.get("strategy", "")).startswith("HYBRID"):
         fsdp.pop("shard_size", None)

@@ -190,10 +190,10 @@ def explaining_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     except CheckpointError as error:
         if "optimizer.param_groups.1." not in str(error):
             raise
-        mine, theirs = ("two groups", "all") if len(optimizer.param_groups) > 1 else ("one", "")
         raise ConfigError(
-            f"optim.decay: this run's optimizer has {mine}, and the checkpoint's has not: set"
-            f" optim.decay = {theirs!r}"
+            "optim.decay, or fsdp1.use_orig_params, was changed: this run's optimizer has"
+            f" {len(optimizer.param_groups)} groups of parameters, and the checkpoint's another"
+            " number; set both as they were"
         ) from error
 
 
@@ -223,9 +223,16 @@ def check_data(
     text = f"the checkpoint was trained on {was}, and data.train is {is_now}"
     if stored["fingerprint"] == now["fingerprint"]:
         return []  # the same tokens in another file
+    if _digest_of(stored) == _digest_of(now):
+        text = "data.seq_len or data.packing was changed, so the examples are in other rows"
     if not may_change:
         raise ConfigError(f"{text}: give the same data, or set data.may_change = true")
     return [text]
+
+
+def _digest_of(data: Mapping[str, Any]) -> str:
+    """Returns the part of a fingerprint that does not depend on the division into rows."""
+    return str(data["fingerprint"]).partition("-")[0]
 
 
 def start_of(config: Config, checkpoints: CheckpointManager) -> str | None:

@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 Dtype = Literal["", "float32", "bfloat16", "float16"]
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 _FLOAT32_MAX = 3.4e38
+_LARGEST_SIZE = 1 << 24  # of a built-in decoder: larger ones are mistakes, and take hours to make
 
 
 class ConfigError(Exception):
@@ -563,7 +564,12 @@ def _range_problems(config: Config) -> list[str]:
     found += [f"run.seed = {config.run.seed}: must be below 2**32"] * (config.run.seed >= 1 << 32)
     found += ["run.dir is empty: name a directory"] * (not config.run.dir)
     found += [
-        f"{key} = {value}: must be at least 0, and a float32"
+        f"model.{f.name} = {size}: must be at most {_LARGEST_SIZE:,}"
+        for f in fields(Model)
+        if type(size := getattr(config.model, f.name)) is int and size > _LARGEST_SIZE
+    ]
+    found += [
+        f"{key} = {value}: must be at least 0{', and a float32' * (type(value) is float)}"
         for key, value in at_least.items()
         if not 0 <= value < _FLOAT32_MAX
     ]
@@ -630,10 +636,37 @@ def _sharding_problems(config: Config) -> list[str]:
     if fsdp.strategy == "NO_SHARD":
         unmet = _needs_fsdp2(fsdp) + (["fsdp.cpu_offload"] if fsdp.cpu_offload else [])
         found += [f"{key} needs sharded parameters, and fsdp.strategy is NO_SHARD" for key in unmet]
+        found += _autocast_problems(config)
     if fsdp.api == "fsdp1":
         found += [f'{key} needs fsdp.api = "fsdp2"' for key in _needs_fsdp2(fsdp)]
+        if fsdp.cpu_offload and fsdp.reduce_every and config.data.accumulation > 1:
+            found.append(
+                "fsdp.reduce_every: with fsdp.cpu_offload, FSDP1 adds gradients up wrongly"
+                ' (PyTorch says so): set fsdp.api = "fsdp2"'
+            )
     elif changed := _changed(config.fsdp1, ()):
         found.append(f'fsdp1.{changed[0]} needs fsdp.api = "fsdp1"')
+    return found
+
+
+def _autocast_problems(config: Config) -> list[str]:
+    """Returns types that nothing applies where nothing is sharded: autocast computes then."""
+    precision, dtype = config.precision, config.model.dtype
+    if config.fsdp.api == "fsdp1":
+        return []
+    found = []
+    if dtype == "bfloat16" and precision.param == "float32":
+        found.append(
+            'precision.param = "float32": with NO_SHARD, parameters in bfloat16 (model.dtype) are'
+            " computed with in bfloat16"
+        )
+    if dtype == "bfloat16" and precision.reduce == "float32":
+        found.append(
+            'precision.reduce = "float32": with NO_SHARD, gradients are reduced in model.dtype,'
+            " which is bfloat16"
+        )
+    if not precision.cast_forward_inputs:
+        found.append("precision.cast_forward_inputs needs sharded parameters: autocast casts")
     return found
 
 
@@ -654,7 +687,8 @@ def _precision_problems(config: Config) -> list[str]:
             "precision.overrides needs sharded parameters: with NO_SHARD, autocast chooses the"
             " types"
         )
-    if "float16" in (precision.param, precision.reduce, *precision.overrides.values()):
+    used = (precision.param, precision.reduce, precision.output, *precision.overrides.values())
+    if "float16" in used:
         found.append(
             "precision float16 needs a scaled loss, which this program does not do: use bfloat16"
         )

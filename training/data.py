@@ -55,7 +55,7 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Tokens:
-    """A token file: mapped ids `[n]`, and the number of different ids."""
+    """A token file: mapped ids `[n]`, and the size of their vocabulary."""
 
     ids: np.ndarray[Any, Any]
     vocab_size: int
@@ -110,7 +110,7 @@ def open_tokens(
 
     Raises:
         ConfigError: the file is not a token file, is truncated, is too short for one batch, or has
-            more different ids than the model.
+            a larger vocabulary than the model.
     """
     about = _about(path, key) if path else {}
     tokens: Tokens | Examples
@@ -120,12 +120,12 @@ def open_tokens(
         tokens = _map(path, about, key) if path else _standard_library()
     if tokens.vocab_size > vocab_size:
         raise ConfigError(
-            f"{tokens.name} has {tokens.vocab_size:,} different ids, the model's vocabulary"
+            f"{key}: {tokens.name} has a vocabulary of {tokens.vocab_size:,} ids, the model one of"
             f" {vocab_size:,}"
         )
     if tokens.windows(seq_len) < batch_size:
         raise ConfigError(
-            f"{tokens.name} is too short: {len(tokens.ids):,} tokens are"
+            f"{key}: {tokens.name} is too short: {len(tokens.ids):,} tokens are"
             f" {tokens.windows(seq_len):,} sequences of {seq_len}, and one batch takes"
             f" {batch_size:,}"
         )
@@ -138,8 +138,13 @@ def _about(path: str, key: str) -> dict[str, Any]:
         Path(path).open("rb").close()
         about = json.loads(Path(f"{path}.json").read_text())
     except OSError as error:
+        remedy = (
+            ": make it with `python -m training.data prepare`"
+            if isinstance(error, FileNotFoundError) and Path(path).exists()
+            else ""
+        )
         raise ConfigError(
-            f"{key}: cannot open {error.filename or path}: {error.strerror or error}"
+            f"{key}: cannot open {error.filename or path}: {error.strerror or error}{remedy}"
         ) from error
     except ValueError as error:
         raise ConfigError(f"{key}: {path}.json is no JSON: {error}") from error
@@ -157,11 +162,13 @@ def _map(path: str, about: Mapping[str, Any], key: str) -> Tokens:
         raise ConfigError(
             f"{key}: cannot open {error.filename or path}: {error.strerror or error}"
         ) from error
-    except (ValueError, KeyError, TypeError, EOFError) as error:
+    except (ValueError, KeyError, TypeError, EOFError, OverflowError) as error:
         raise ConfigError(
             f"{key}: {path} is truncated, or was not made by `python -m training.data prepare`:"
             f" {error}"
         ) from error
+    if not isinstance(ids, np.ndarray) or vocab_size < 1:
+        raise ConfigError(f"{key}: {path} was not made by `python -m training.data prepare`")
     if ids.ndim != 1 or ids.dtype.kind != "u" or len(ids) != expected:
         raise ConfigError(
             f"{key}: {path} holds {ids.dtype} {list(ids.shape)}, and {path}.json promises"
@@ -380,8 +387,16 @@ def prepare(
     ]
     if missing := [f for f in files if not f.is_file()]:
         raise ConfigError(f"no such file: {missing[0]}")
+    if out.is_dir():
+        raise ConfigError(f"--out {out} is a directory: name a file in it")
+    for file in files:
+        _refuse_examples_as_text(file)
     encode = _Bytes() if tokenizer is None else _Tokenizer(tokenizer)
-    if any(file.suffix == ".jsonl" for file in files):
+    num_examples = sum(file.suffix == ".jsonl" for file in files)
+    if num_examples:
+        if num_examples < len(files):
+            other = next(file for file in files if file.suffix != ".jsonl")
+            raise ConfigError(f"JSONL files of examples and texts cannot be mixed: {other}")
         about = prepare_examples(files, out, encode)
         return _describe(about, out, tokenizer, encode)
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
@@ -413,6 +428,24 @@ def prepare(
     return _describe(about, out, tokenizer, encode)
 
 
+def _refuse_examples_as_text(file: Path) -> None:
+    """Refuses a file of examples that is not named `.jsonl`: it would be read as a text.
+
+    Raises:
+        ConfigError: its first line is an example.
+    """
+    if file.suffix == ".jsonl":
+        return
+    with file.open("rb") as stream:
+        line = stream.readline(_READ)
+    try:
+        first = json.loads(line)
+    except ValueError:
+        return
+    if isinstance(first, dict) and {"messages", "prompt"} & first.keys():
+        raise ConfigError(f"{file} looks like examples, a line each: rename it to end in .jsonl")
+
+
 def _describe(
     about: Mapping[str, Any], out: Path, tokenizer: Path | None, encode: Any
 ) -> dict[str, Any]:
@@ -434,7 +467,10 @@ class _Bytes:
         """Returns the bytes of both; the completion ends in a line feed."""
         return list(prompt.encode()), list(f"{completion}\n".encode())
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    ) -> tuple[list[int], list[int]]:
+        del tools
         raise ConfigError(f"{len(messages)} chat turns need --tokenizer, with a chat template")
 
     def document(self, path: Path, seen: Any) -> Iterator[np.ndarray[Any, Any]]:
@@ -474,9 +510,11 @@ class _Tokenizer:
         both = encode(prompt)["input_ids"], encode(completion)["input_ids"]
         return first + both[0], both[1] + last
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    ) -> tuple[list[int], list[int]]:
         """Returns the ids of a chat, and which of them are the assistant's."""
-        return chat(self.tokenizer, messages)
+        return chat(self.tokenizer, messages, tools)
 
     def document(self, path: Path, seen: Any) -> Iterator[np.ndarray[Any, Any]]:
         with path.open(encoding="utf-8", errors="replace", newline="") as file:
@@ -509,7 +547,7 @@ def main() -> None:
         raise SystemExit(f"training.data: {error}") from error
     print(
         f"{args.out}: {about['tokens']:,} tokens of {about['documents']:,} documents,"
-        f" {about['vocab_size']:,} different ids"
+        f" a vocabulary of {about['vocab_size']:,} ids"
     )
 
 

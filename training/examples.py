@@ -212,22 +212,25 @@ def open_examples(path: str, about: Mapping[str, Any], seq_len: int, packs: bool
             np.load(path + suffix, mmap_mode="r", allow_pickle=False)
             for suffix in ("", *PARTS.values())
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"data: the files of the examples are incomplete: {error}") from error
-    fits = len(ids) == len(mask) == int(starts[-1]) and (np.diff(starts) > 1).all()
-    if not fits or len(starts) - 1 != about["examples"]:
+        fits = (
+            [array.ndim for array in (ids, mask, starts)] == [1, 1, 1]
+            and ids.dtype.kind == "u"
+            and mask.dtype == np.uint8
+            and starts.dtype == np.int64
+            and len(starts) > 1
+            and len(ids) == len(mask) == int(starts[-1])
+            and (np.diff(starts) > 1).all()
+            and len(starts) - 1 == about["examples"]
+        )
+        vocab_size = int(about["vocab_size"])
+        names = (str(about[key]) for key in ("tokenizer", "tokenizer_fingerprint", "digest"))
+        tokenizer, of_tokenizer, digest = names
+    except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"data: the files of {path} are incomplete: {error!r}") from error
+    if not fits or vocab_size < 1:
         raise ConfigError(f"data: the files of {path} do not belong together: prepare them again")
     return Examples(
-        ids,
-        mask,
-        starts,
-        seq_len,
-        packs,
-        int(about["vocab_size"]),
-        path,
-        str(about["tokenizer"]),
-        str(about["tokenizer_fingerprint"]),
-        str(about["digest"]),
+        ids, mask, starts, seq_len, packs, vocab_size, path, tokenizer, of_tokenizer, digest
     )
 
 
@@ -309,13 +312,15 @@ def _example(given: Any, encode: Any) -> tuple[list[int], list[int]]:
     Raises:
         ConfigError: it is no example.
     """
+    if isinstance(given, dict) and "messages" in given and {"prompt", "completion"} & given.keys():
+        raise ConfigError("it has `messages`, and also a prompt or a completion: give one of them")
     if isinstance(given, dict) and isinstance(given.get("messages"), list):
         for turn in given["messages"]:
             if not isinstance(turn, dict) or not all(
                 isinstance(turn.get(key), str) for key in ("role", "content")
             ):
                 raise ConfigError("a turn needs `role` and `content`, two texts")
-        ids, mask = encode.chat(given["messages"])
+        ids, mask = encode.chat(given["messages"], given.get("tools"))
     elif isinstance(given, dict) and all(
         isinstance(given.get(key), str) for key in ("prompt", "completion")
     ):
@@ -328,20 +333,32 @@ def _example(given: Any, encode: Any) -> tuple[list[int], list[int]]:
     return list(ids), list(mask)
 
 
-def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+def chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+) -> tuple[list[int], list[int]]:
     """Returns the ids of a chat by the tokenizer's template, and a mask of the assistant's turns.
 
+    Args:
+        tokenizer: of transformers.
+        messages: the turns.
+        tools: that the assistant may call, for the template.
+
     Raises:
-        ConfigError: the tokenizer has no template, or its template rewrites earlier turns.
+        ConfigError: the tokenizer has no template, its template rewrites earlier turns, or it
+            leaves the tools out.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("the tokenizer has no chat template: give `prompt` and `completion`")
 
     def render(turns: Sequence[Any], is_open: bool = False) -> list[int]:
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=is_open)
+        text = tokenizer.apply_chat_template(
+            turns, tools=tools, tokenize=False, add_generation_prompt=is_open
+        )
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     ids = render(messages)
+    if tools and ids == chat(tokenizer, messages)[0]:
+        raise ConfigError("the chat template does not write the line's `tools`: leave them out")
     mask = [0] * len(ids)
     for number, message in enumerate(messages):
         if message.get("role") == "assistant":

@@ -122,6 +122,8 @@ def _check_parameters(model: nn.Module, config: Config) -> None:
             raise ConfigError(
                 f"{what}: {name} has no values: make a new module, with values, at each call"
             )
+        if parameter.is_complex():
+            raise ConfigError(f"{what}: {name} is complex, which FSDP and AdamW here do not train")
         if not parameter.ndim and config.fsdp.strategy != "NO_SHARD":
             raise ConfigError(f"{what}: {name} has no dimension to shard: give it the shape [1]")
     trained = {parameter.requires_grad for _, parameter in named}
@@ -135,7 +137,10 @@ def source_digest(config: Config) -> str:
     """Returns 16 hex digits of the file of the factory; "" if there is none."""
     if not config.model.factory:
         return ""
-    file = inspect.getsourcefile(inspect.unwrap(_find(config.model.factory, "model.factory")))
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(_find(config.model.factory, "model.factory")))
+    except TypeError:  # an object that can be called, and is no function
+        file = None
     if file is None:
         return ""
     with open(file, "rb") as stream:
@@ -219,9 +224,14 @@ def _find(name: str, key: str) -> Any:
         found = getattr(importlib.import_module(module), function)
         if not callable(found):
             raise TypeError(f"it is a {type(found).__name__}, and no function")
-    except Exception as error:  # a module may raise anything when it is imported
+    except (Exception, SystemExit) as error:  # a module may raise anything when it is imported
         raise ConfigError(f"{key} = {name!r}: {error}") from error
     return found
+
+
+def are_labels(targets: Tensor) -> bool:
+    """Tells whether targets are numbers of classes, of which -100 stands for no label."""
+    return targets.dtype == torch.int64
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -258,8 +268,10 @@ class Rows:
     def batch(self, numbers: Sequence[int], seq_len: int, mine: slice) -> Batch:
         """Returns this rank's rows of a batch."""
         del seq_len
-        chosen = torch.tensor(numbers[mine])
-        return Batch(self.inputs[chosen], self.targets[chosen], None, len(numbers))
+        chosen, num_targets = torch.tensor(numbers[mine]), len(numbers)
+        if are_labels(self.targets):
+            num_targets = int((self.targets[torch.tensor(numbers)] != IGNORED).sum())
+        return Batch(self.inputs[chosen], self.targets[chosen], None, num_targets)
 
 
 def open_rows(path: str, key: str, batch_size: int) -> Rows:
@@ -341,7 +353,8 @@ def _outputs(model: nn.Module, config: Config, rows: Rows, key: str) -> Any:
         outputs = outputs.to(getattr(torch, config.precision.output or "float32"))
     name = config.model.loss or CROSS_ENTROPY
     with _explaining(f"model.loss = {name!r}: {key}: it failed on", outputs, targets):
-        loss_of(config)(outputs, targets)
+        loss = loss_of(config)(outputs, targets)
+    checked_loss(loss, name, is_training=False)
     return outputs
 
 

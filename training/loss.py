@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from training import factory, parallel
 from training import model as models
+from training.config import ConfigError
 from training.data import Tokens
-from training.examples import Batch, Examples
+from training.examples import IGNORED, Batch, Examples
 from training.factory import Rows
 from training.job import Job, data_ranks, part_of
 from training.metrics import gather
@@ -39,14 +40,19 @@ def loss_of(job: Job, batch: Batch) -> Tensor:
     size = job.config.compute.loss_chunk or len(targets)
     if size >= len(targets) and batch.documents is None:
         return F.cross_entropy(logits.float(), targets)
-    micro_batches = data_ranks(job.mesh) * (data.accumulation if job.model.training else 1)
-    share = batch.num_targets / micro_batches if batch.documents is not None else len(targets)
+    share = _share(job, batch) if batch.documents is not None else len(targets)
     if size >= len(targets):
         return _sum_of_losses(logits, targets) / max(share, _LEAST)
     parts = zip(logits.split(size), targets.split(size), strict=True)
     # float32 logits of one chunk are computed again in the backward pass, and not kept
     sums = [recompute(_sum_of_losses, *part, use_reentrant=False) for part in parts]
     return torch.stack(sums).sum() / max(share, _LEAST)
+
+
+def _share(job: Job, batch: Batch) -> float:
+    """Returns the targets of a step over its micro-batches: the weight of each target is equal."""
+    accumulation = job.config.data.accumulation if job.model.training else 1
+    return batch.num_targets / (data_ranks(job.mesh) * accumulation)
 
 
 def _loss_of_rows(job: Job, batch: Batch, loss: factory.Loss) -> Tensor:
@@ -61,6 +67,11 @@ def _loss_of_rows(job: Job, batch: Batch, loss: factory.Loss) -> Tensor:
     ):
         outputs = outputs.to(dtype)
     name, is_training = job.config.model.loss or factory.CROSS_ENTROPY, job.model.training
+    if not job.config.model.loss and factory.are_labels(batch.targets):
+        if not isinstance(outputs, Tensor):
+            raise ConfigError(f"model.loss: the module returned {type(outputs).__name__}: give one")
+        total = F.cross_entropy(outputs, batch.targets, reduction="sum", ignore_index=IGNORED)
+        return total / max(_share(job, batch), _LEAST)
     if job.loss_note is None:
         job.loss_note = factory.note_on_mean(loss, outputs, batch.targets)
     return factory.checked_loss(loss(outputs, batch.targets), name, is_training)

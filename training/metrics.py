@@ -186,12 +186,17 @@ def _forget(path: Path, step: int) -> None:
     These steps are repeated.
     """
     if path.exists():
-        kept = [
-            line
-            for line in path.read_text().splitlines(keepends=True)
-            if line.endswith("\n") and json.loads(line)["step"] <= step
-        ]
+        lines = path.read_text(errors="replace").splitlines(keepends=True)
+        kept = [line for line in lines if _step_of(line) <= step]
         path.write_text("".join(kept))
+
+
+def _step_of(line: str) -> float:
+    """Returns the step of a line; infinity for one that was damaged, or is not complete."""
+    try:
+        return float(json.loads(line)["step"]) if line.endswith("\n") else math.inf
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 # ---- plots ---------------------------------------------------------------------------------------
@@ -209,11 +214,8 @@ def plot(directory: Path) -> list[Path]:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    lines = [
-        json.loads(line)
-        for line in (directory / FILE).read_text().splitlines(keepends=True)
-        if line.endswith("\n")
-    ]
+    text = (directory / FILE).read_text(errors="replace")
+    lines = [json.loads(line) for line in text.splitlines(True) if _step_of(line) < math.inf]
     steps = [line for line in lines if "loss" in line]
     checks = [line for line in lines if "validation_loss" in line]
     figure, panels = plt.subplots(5, 1, figsize=(8, 13), sharex=True, layout="constrained")

@@ -114,7 +114,19 @@ def units_of(model: nn.Module, config: Config) -> list[Unit]:
     order = [
         name for name, _ in model.named_modules() if name and (name in names or name in overrides)
     ]
+    for name in order:
+        if isinstance(model.get_submodule(name), (nn.ModuleList, nn.ModuleDict)):
+            raise ConfigError(
+                f"{name} is only a list of modules, which FSDP cannot shard as a unit: name the"
+                " modules in it (fsdp.wrap_classes, precision.overrides)"
+            )
     shared = _shared_outside(model, order)
+    for name in overrides:
+        if name in shared:
+            raise ConfigError(
+                f"precision.overrides: {name} shares a weight with another module, so it has the"
+                " type of the root: leave it out"
+            )
     order.sort(key=lambda name: -name.count("."))
     return [Unit(name, overrides.get(name, "")) for name in order if name not in shared] + [
         Unit("", overrides.get("", ""))
@@ -342,16 +354,13 @@ def _fsdp2(model: nn.Module, units: list[Unit], config: Config, mesh: DeviceMesh
     if reshard is None:
         reshard = fsdp.strategy in ("FULL_SHARD", "HYBRID_SHARD")
     for unit in units:
+        # a unit with a type of its own returns the type that its neighbours compute in
+        around = precision.param or config.model.dtype
+        output = around if unit.dtype else precision.output * (not unit.name)
         policy = MixedPrecisionPolicy(
             param_dtype=dtype_of(unit.dtype or precision.param),
             reduce_dtype=dtype_of(precision.reduce),
-            output_dtype=dtype_of(
-                (precision.param or "float32")
-                if unit.dtype
-                else ""
-                if unit.name
-                else precision.output
-            ),
+            output_dtype=dtype_of(output),
             cast_forward_inputs=precision.cast_forward_inputs,
         )
         # backward needs the root's parameters first, so PyTorch keeps them gathered by default
@@ -418,7 +427,8 @@ def _mean_in_bf16(group, bucket):
 
 
 def _checkpoint_activations(model: nn.Module, blocks: list[str], every: int) -> None:
-    for name in blocks[::every] if every else ():
+    # from inner to outer: a wrapper does not take new children for the block in it
+    for name in sorted(blocks[::every] if every else (), key=lambda n: -n.count(".")):
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, checkpoint_wrapper(model.get_submodule(name)))
 
@@ -448,13 +458,16 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def check_heads(model: nn.Module, num_ranks: int) -> None:
-    """Refuses tensor parallelism that would split a head.
+    """Refuses tensor parallelism that would split a head, or a hidden layer unevenly.
 
     Raises:
-        ConfigError: the number of ranks does not divide a number of heads.
+        ConfigError: the number of ranks does not divide a number of heads, or a width.
     """
     config = getattr(model, "config", None)
-    for key in ("num_heads", "num_kv_heads", "num_attention_heads", "num_key_value_heads"):
+    for key in (
+        *("num_heads", "num_kv_heads", "num_attention_heads", "num_key_value_heads"),
+        *("hidden_dim", "intermediate_size"),
+    ):
         count = getattr(config, key, 0) or 0
         if count % num_ranks:
             raise ConfigError(

@@ -94,12 +94,33 @@ def _notes_on(
             notes += _notes_on_examples(opened, config.data, key)
     if config.data.packing:
         _check_packing(model)
+    if validation is not None:
+        notes += _notes_on_validation(config, validation)
+    about = getattr(model, "config", None)
+    if getattr(about, "output_router_logits", False) and getattr(about, "router_aux_loss_coef", 0):
+        notes.append(
+            f"model.path: its config.json has router_aux_loss_coef = {about.router_aux_loss_coef}:"
+            " this auxiliary loss is not added here, so nothing balances the experts"
+        )
     if config.model.dtype == "bfloat16":
         notes.append(
             "model.dtype = bfloat16: AdamW's steps are rounded to it, so a low optim.lr may change"
             " nothing"
         )
     return notes
+
+
+def _notes_on_validation(config: Config, validation: Tokens | Examples | Rows) -> list[str]:
+    """Returns a note if a validation uses a part of its data only: it takes whole batches."""
+    num_rows, size = validation.windows(config.data.seq_len), config.data.batch_size
+    used = min(config.metrics.validate_batches, num_rows // size) * size
+    if used == num_rows:
+        return []
+    text = (
+        f"data.validation: a validation uses the first {used:,} of {num_rows:,} rows, whole batches"
+        " of data.batch_size up to metrics.validate_batches"
+    )
+    return [text]
 
 
 def _of_rows(config: Config) -> Config:

@@ -97,7 +97,8 @@ def train(
     if checkpoints.last_save:
         meter.say(f"saved {checkpoints.last_save.path}")
     if logits and not number:
-        written = logits_for(job.model, device)
+        with parallel.computing(config, device):
+            written = logits_for(job.model, device)
         if rank == 0:
             torch.save(written, logits)
     if config.run.export and not number:
@@ -256,8 +257,8 @@ def _not_finite(config: Config, meter: Meter, step: int) -> None:
     text = f"the loss of step {step}, or the norm of its gradients, is not finite"
     if config.run.stop_at_nan:
         raise LossError(
-            f"{text}: it was not saved; start again with a lower optim.lr, or continue with"
-            " run.stop_at_nan = false"
+            f"{text}: it was not saved; look for NaN and rows without a label in the data, start"
+            " again with a lower optim.lr, or continue with run.stop_at_nan = false"
         )
     meter.say(f"warning: {text}")
 
@@ -286,8 +287,7 @@ def take_step(job: Job, meter: Meter, wants_norm: bool = True) -> tuple[Tensor, 
         norm = parallel.clip_gradients(model, max_norm)
     job.optimizer.step()
     job.scheduler.step()
-    # offloaded gradients keep their pinned memory
-    job.optimizer.zero_grad(set_to_none=not job.config.fsdp.cpu_offload)
+    job.optimizer.zero_grad()
     return total, norm
 
 

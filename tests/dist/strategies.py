@@ -242,7 +242,7 @@ def prove_effects() -> None:
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     assert all(p.offload_to_cpu for g in groups for p in g.fsdp_params)
     take_step(job, Meter(Path("/nonexistent"), 0, 1, 1, False))
-    assert all(p.grad is not None and not p.grad.to_local().any() for p in job.model.parameters())
+    assert all(p.grad is None for p in job.model.parameters())  # zeros would decay what was unused
     job = build("compute.compile=true", "compute.compile_backend=eager")
     assert all(parallel.find(job.model, f"layers.{i}")._compiled_call_impl is not None for i in range(4))
     calls = []

@@ -363,7 +363,7 @@ def test_a_strategy_may_be_a_number_as_in_old_files(number: int, tmp_path: Path)
             changed(V1, fsdp_reshard_after_forward="ZERO"),
             "fsdp.strategy = 'ZERO': allowed are 'FULL_SHARD'",
         ),
-        (changed(V2, fsdp_version=3), "fsdp.api = 'fsdp3': allowed are 'fsdp2', 'fsdp1'"),
+        (changed(V2, fsdp_version=3), "fsdp_config.fsdp_version: expected 1 or 2, got 3"),
         (
             V2 | {"parallelism_config": {"parallelism_config_cp_size": 2}},
             "parallelism_config_cp_size: 2 is refused: no context parallelism",

@@ -194,7 +194,7 @@ def test_the_command_says_what_it_made(tmp_path: Path) -> None:
         str(tmp_path / "t.npy"),
     ]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.endswith(
-        "t.npy: 6 tokens of 1 documents, 256 different ids\n"
+        "t.npy: 6 tokens of 1 documents, a vocabulary of 256 ids\n"
     )
     failed = subprocess.run(
         [*command[:4], str(tmp_path / "x"), *command[5:]], capture_output=True, text=True
@@ -225,7 +225,7 @@ def test_other_bad_token_files_are_named(tmp_path: Path) -> None:
         ConfigError, match="too short: 101 tokens are 10 sequences of 10, and one batch takes 11"
     ):
         open_tokens(str(out), 10, 11, 256)
-    with pytest.raises(ConfigError, match="has 256 different ids, the model's vocabulary 100"):
+    with pytest.raises(ConfigError, match="has a vocabulary of 256 ids, the model one of 100"):
         open_tokens(str(out), 10, 1, 100)
     np.save(out, np.zeros((3, 3), np.uint8))
     with pytest.raises(ConfigError, match="promises 101 tokens"):

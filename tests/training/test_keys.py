@@ -100,11 +100,11 @@ def test_the_best_step_stays(data: Path, tmp_path: Path) -> None:
 
 
 def test_the_optimizer_of_a_checkpoint_with_other_groups(data: Path, tmp_path: Path) -> None:
-    for first, second, hint in (("all", "", "'all'"), ("matrices", "all", "''")):
+    for first, second in (("all", ""), ("matrices", "all")):
         where = tmp_path / first
         run(*ONE, *options(data, where, "run.steps=2", f"optim.decay={first}"))
         given = options(data, where, "run.steps=3", f"optim.decay={second}")
-        assert f"set optim.decay = {hint}" in run(*ONE, *given, status=2)
+        assert "optim.decay, or fsdp1.use_orig_params, was changed" in run(*ONE, *given, status=2)
 
 
 def test_what_decays() -> None:

@@ -56,7 +56,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     inputs = torch.randn(64, 10)
     fits = {"inputs": inputs, "targets": inputs @ torch.randn(10, 5)}
     save_file(fits, folder / "mlp.safetensors")
-    images = {"inputs": torch.rand(64, 1, 28, 28), "targets": torch.randint(0, 10, (64,))}
+    labels = torch.randint(0, 10, (64,))
+    labels[torch.rand(64) < 0.6] = -100  # no label: some micro-batches have none at all
+    images = {"inputs": torch.rand(64, 1, 28, 28), "targets": labels}
     save_file(images, folder / "vision.safetensors")
     return folder
 

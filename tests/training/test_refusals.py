@@ -1,0 +1,242 @@
+"""Mistakes in configuration, data and modules that are one line before any rank waits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from training import accelerate_config
+from training.config import ConfigError, check, resolve
+from training.data import open_tokens, prepare
+from training.metrics import _forget
+from training.model import make
+from training.parallel import check_heads, units_of
+from training.prove import prove
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["model.dtype=bfloat16", "precision.param=float32", "fsdp.strategy=NO_SHARD"],
+            "precision.param",
+        ),
+        (
+            ["model.dtype=bfloat16", "precision.reduce=float32", "fsdp.strategy=NO_SHARD"],
+            "precision.reduce",
+        ),
+        (
+            ["precision.cast_forward_inputs=false", "fsdp.strategy=NO_SHARD"],
+            "precision.cast_forward_inputs",
+        ),
+        (["precision.output=float16"], "precision float16"),
+        (
+            [
+                "fsdp.api=fsdp1",
+                "fsdp.cpu_offload=true",
+                "fsdp.reduce_every=true",
+                "data.accumulation=2",
+            ],
+            "fsdp.reduce_every",
+        ),
+        (["model.num_layers=1000000000"], "model.num_layers = 1000000000: must be at most"),
+        (["model.dim=-16"], "model.dim = -16: must be at least 0$"),
+    ],
+)
+def test_keys_that_nothing_would_apply_are_refused(options: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(resolve(None, options))
+
+
+def test_units_that_cannot_be_sharded_are_refused() -> None:
+    tied = resolve(None, ["model.tied_embeddings=true", "precision.overrides.output=bfloat16"])
+    with pytest.raises(ConfigError, match="output shares a weight with another module"):
+        units_of(make(tied), tied)
+    lists = resolve(None, ["fsdp.wrap=classes", "fsdp.wrap_classes=ModuleList"])
+    with pytest.raises(ConfigError, match="layers is only a list of modules"):
+        units_of(make(lists), lists)
+    odd = make(resolve(None, ["model.hidden_dim=33"]))
+    with pytest.raises(ConfigError, match="does not divide the model's hidden_dim = 33"):
+        check_heads(odd, 2)
+
+
+FACTORIES = """
+import functools, torch
+from torch import nn
+
+class Callable:
+    def __call__(self): return nn.Linear(4, 3)
+
+good = Callable()
+part = functools.partial(nn.Linear, 4, 3)
+def complex_weights(): return nn.Linear(4, 3, dtype=torch.complex64)
+def linear(): return nn.Linear(4, 3)
+def nothing(outputs, targets): return None
+def number(outputs, targets): return 1.5
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "factories_of_a_test.py").write_text(FACTORIES)
+    (tmp_path / "ends_at_import.py").write_text("raise SystemExit(5)")
+    torch.manual_seed(0)
+    rows = {"inputs": torch.randn(16, 4), "targets": torch.randint(0, 3, (16,))}
+    save_file(rows, tmp_path / "rows.safetensors")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def of_factory(folder: Path, *options: str) -> None:
+    given = ["fsdp.wrap=none", f"data.train={folder}/rows.safetensors", "data.batch_size=4"]
+    prove(resolve(None, [*given, f"run.dir={folder}/run", *options]), 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["model.factory=factories_of_a_test:complex_weights"], "weight is complex"),
+        (["model.factory=ends_at_import:f"], "model.factory = 'ends_at_import:f'"),
+        (
+            [
+                "model.factory=factories_of_a_test:linear",
+                "model.loss=factories_of_a_test:nothing",
+            ],
+            "it returned NoneType: expected a tensor",
+        ),
+        (
+            ["model.factory=factories_of_a_test:linear", "model.loss=factories_of_a_test:number"],
+            "it returned float: expected a tensor",
+        ),
+    ],
+)
+def test_modules_and_losses_that_cannot_be_trained(
+    folder: Path, options: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        of_factory(folder, *options)
+
+
+def test_any_callable_is_a_factory(folder: Path) -> None:
+    from training.factory import source_digest
+
+    for name in ("good", "part"):
+        option = f"model.factory=factories_of_a_test:{name}"
+        of_factory(folder, option)
+        assert isinstance(source_digest(resolve(None, [option])), str)
+
+
+def test_examples_are_not_read_as_text(tmp_path: Path) -> None:
+    line = json.dumps({"prompt": "a", "completion": "b"})
+    (tmp_path / "a.json").write_text(f"{line}\n{line}\n")
+    with pytest.raises(ConfigError, match="looks like examples"):
+        prepare([tmp_path / "a.json"], tmp_path / "t.npy", progress=False)
+    (tmp_path / "a.json").rename(tmp_path / "a.jsonl")
+    (tmp_path / "b.txt").write_text("text")
+    with pytest.raises(ConfigError, match="cannot be mixed"):
+        prepare([tmp_path / "a.jsonl", tmp_path / "b.txt"], tmp_path / "t.npy", progress=False)
+    prepare([tmp_path / "a.jsonl"], tmp_path / "t.npy", progress=False)
+    with pytest.raises(ConfigError, match="make it with `python -m training.data prepare`"):
+        open_tokens(str(tmp_path / "a.jsonl"), 4, 1, 256)
+
+
+@pytest.mark.parametrize("suffix", ["", ".mask.npy", ".starts.npy"])
+@pytest.mark.parametrize("kind", ["empty", "float", "2-d", "0-d", "archive"])
+def test_damaged_files_of_examples_are_one_line(suffix: str, kind: str, tmp_path: Path) -> None:
+    line = json.dumps({"prompt": "a", "completion": "b"})
+    (tmp_path / "a.jsonl").write_text(f"{line}\n{line}\n")
+    prepare([tmp_path / "a.jsonl"], tmp_path / "t.npy", progress=False)
+    file = tmp_path / f"t.npy{suffix}"
+    values = np.load(file)
+    file.unlink()
+    with file.open("wb") as stream:
+        if kind == "archive":
+            np.savez(stream, values)
+        elif kind != "empty":
+            np.save(stream, {"float": values * 1.0, "2-d": values[None], "0-d": values[0]}[kind])
+    with pytest.raises(ConfigError, match="data: the files of"):
+        open_tokens(str(tmp_path / "t.npy"), 4, 1, 256)
+
+
+def test_a_damaged_line_of_the_metrics_is_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"st\n7\n{"step": 2}\n{"step": 3}\n{"step": 4')
+    _forget(file, 2)
+    assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+V2 = {
+    "distributed_type": "FSDP",
+    "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True},
+}
+
+
+def mapped(tmp_path: Path, given: dict[str, object]) -> accelerate_config.Mapped:
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(given))
+    return accelerate_config.read(str(tmp_path / "a.yaml"))
+
+
+def test_keys_of_accelerate_that_contradict_each_other(tmp_path: Path) -> None:
+    both = V2["fsdp_config"] | {"fsdp_sharding_strategy": 2}  # type: ignore[operator]
+    with pytest.raises(ConfigError, match="contradicts an earlier key"):
+        mapped(tmp_path, V2 | {"fsdp_config": both})
+    for name, value in (("dp_replicate_size", "two"), ("tp_size", "²")):
+        sizes = {f"parallelism_config_{name}": value}
+        with pytest.raises(ConfigError, match="expected a whole number"):
+            mapped(tmp_path, V2 | {"parallelism_config": sizes})
+    plain = mapped(tmp_path, V2 | {"mixed_precision": False})  # an unquoted no
+    assert plain.tables.get("precision", {"param": ""})["param"] == ""
+    sizes = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
+    hybrid = mapped(tmp_path, V2 | {"parallelism_config": sizes})
+    assert hybrid.tables["fsdp"]["strategy"] == "HYBRID_SHARD"
+    assert any("makes fsdp.strategy = HYBRID_SHARD" in note for note in hybrid.notes)
+    layers = V2["fsdp_config"] | {"fsdp_transformer_layer_cls_to_wrap": "Block"}  # type: ignore[operator]
+    unused = mapped(tmp_path, V2 | {"fsdp_config": layers})
+    assert any("fsdp_transformer_layer_cls_to_wrap" in note for note in unused.notes)
+
+
+def test_targets_of_adapters_that_are_nowhere(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    pytest.importorskip("peft")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 256}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(tmp_path / "m")
+    options = [f"model.path={tmp_path}/m", "data.train=x", "lora.rank=2"]
+    with pytest.raises(ConfigError, match="no linear layer is called 'nonsense'"):
+        make(resolve(None, [*options, "lora.targets=q_proj,nonsense"]))
+    make(resolve(None, [*options, "lora.targets=q_proj,v_proj"]))
+
+
+def test_tools_of_a_chat_are_written_or_refused(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: i for i, word in enumerate(("<u>", "hi", "tool", "ho", "</s>"))}
+    plain = Tokenizer(models.WordLevel(words, "<u>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<u>", eos_token="</s>")
+    turns = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": chat, "tools": [{"name": "tool"}]}))
+    for template, wanted in (
+        ("{{ tools[0].name if tools else '' }} " + turns, [2, 1, 3]),
+        (turns, None),
+    ):
+        shutil.rmtree(tmp_path / "tok", ignore_errors=True)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path / "tok")
+        given = ([tmp_path / "c.jsonl"], tmp_path / "t.npy", tmp_path / "tok", False)
+        if wanted is None:
+            with pytest.raises(ConfigError, match="does not write the line's `tools`"):
+                prepare(*given)
+        else:
+            prepare(*given)
+            assert np.load(tmp_path / "t.npy").tolist() == wanted
