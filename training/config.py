@@ -155,7 +155,10 @@ class Fsdp1:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Types for computing and reducing; "" means the type of the parameters, `model.dtype`."""
+    """Types for computing and reducing; "" means the type of the parameters, `model.dtype`.
+
+    FSDP reduces in `param` by default.
+    """
 
     param: Dtype = ""
     reduce: Dtype = ""
