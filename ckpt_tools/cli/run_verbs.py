@@ -265,6 +265,19 @@ def best(
         print(f"{printable(metric)} = {metric_of(found[0], metric):g}", file=sys.stderr)
 
 
+def _on_unmeasured(root: str, storage_option: list[str] | None) -> str:
+    """Returns a remark on steps whose values nobody has measured."""
+    from ckpt_tools.cli.render import count
+    from ckpt_tools.publish.destinations import open_root
+    from ckpt_tools.publish.steps import list_steps
+
+    steps = list_steps(open_root(root, parse_storage_options(storage_option)))
+    number = sum(step.manifest is not None and not step.manifest.has_statistics for step in steps)
+    if not number:
+        return ""
+    return f"; {count(number, 'step')} without statistics, of which NaN is not known"
+
+
 def check(
     root: Root,
     verify: Annotated[
@@ -324,7 +337,7 @@ def check(
     if problems:
         raise typer.Exit(1)
     if not as_json:
-        print(f"{printable(root)}: no problems")
+        print(f"{printable(root)}: no problems{_on_unmeasured(root, storage_option)}")
 
 
 def pin(

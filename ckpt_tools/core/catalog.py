@@ -232,3 +232,23 @@ def check_names(catalog: Catalog) -> None:
                     f"the reader of {catalog.format} gives an entry two names: {printable(fqn)!r},"
                     f" and {printable(entry.fqn)!r} in the entry"
                 )
+
+
+def other_names(catalog: Catalog) -> dict[str, str]:
+    """Returns the tensors that are stored under an earlier name already, with that name.
+
+    Such tied tensors have the same chunks, type and shape.
+    """
+    first: dict[Extent, TensorEntry] = {}
+    found = {}
+    for fqn, entry in catalog.tensors.items():
+        if not entry.nbytes or not entry.chunks:
+            continue
+        other = first.setdefault(entry.chunks[0].extent, entry)
+        if other is not entry and (
+            (other.dtype, other.shape, len(other.chunks))
+            == (entry.dtype, entry.shape, len(entry.chunks))
+            and all(a == b for a, b in zip(other.chunks, entry.chunks, strict=True))
+        ):
+            found[fqn] = other.fqn
+    return found

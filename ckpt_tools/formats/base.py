@@ -64,6 +64,7 @@ class Request:
         index: name of the file among `files` that makes the result visible, for a format without an
             index of its own.
         mesh: for files of ranks that contain DTensors.
+        twins: other names of tensors, for a format that stores such a tensor once.
     """
 
     tensors: Sequence[TargetTensor]
@@ -78,13 +79,15 @@ class Request:
     files: Mapping[str, bytes] = field(default_factory=dict)
     index: str = ""
     mesh: TargetMesh | None = None
+    twins: Mapping[str, str] = field(default_factory=dict)
 
 
 class Format(Protocol):
     """The protocol that every module under `formats/` offers.
 
-    A module may also have `SUFFIX`, for a format of single files; `INDEX`, for an index that is not
-    `LOOKS_FOR`; and `read_readable`, which reads the undamaged files of a damaged checkpoint.
+    A module may also have `SUFFIX`, for a format of single files; `INDEX`, for an index that is
+    not `LOOKS_FOR`; `STORES_TWINS`, if `lay_out` takes `Request.twins`; and `read_readable`, which
+    reads the undamaged files of a damaged checkpoint.
     """
 
     @property
@@ -148,6 +151,11 @@ def suffix_of_format(form: Format) -> str:
 def index_of_format(form: Format) -> str:
     """Returns the name of a format's index, or of the file that identifies it."""
     return str(getattr(form, "INDEX", form.LOOKS_FOR))
+
+
+def stores_twins(form: Format) -> bool:
+    """Tells whether a format stores a tensor with several names once."""
+    return bool(getattr(form, "STORES_TWINS", False))
 
 
 def reader_of_damaged(form: Format) -> ReadReadable | None:

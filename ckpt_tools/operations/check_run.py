@@ -18,7 +18,8 @@ from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import Step, lasting_damage, list_steps
 from ckpt_tools.transfer.options import Path_
 
-_MOMENT = re.compile(r"(?:^|\.)state\.(.+)\.exp_avg$")
+_MOMENT = re.compile(r"(?:^|\.)state\.(.+)\.(?:exp_avg|momentum_buffer)$")
+_OF_NORMS = ("running_mean", "running_var", "num_batches_tracked")  # buffers, which nothing trains
 _LEAST_STEPS = 3  # with measured changes, before another one is called unusual
 _WINDOW, _NEWEST = 8, 3  # changes to compare with, and steps to look at: an alarm must end
 
@@ -59,7 +60,8 @@ def check_run(
         verify: also read every byte, and compare the checksums.
         every: the distance of steps; a missing one between the first and the last is a problem.
         unchanged_steps: a trained tensor that is the same in so many steps in a row is a problem. A
-            tensor counts as trained if an Adam optimizer has a moment of it.
+            tensor counts as trained if the optimizer has a moment of it, as Adam and SGD with
+            momentum do. Of other optimizers, it is a problem if all weights are the same.
         jump: an update of a weight in the newest three steps that is so many times larger than the
             median of the updates before is a problem.
         storage_options: of the object store, as fsspec takes them.
@@ -68,8 +70,13 @@ def check_run(
         NotACheckpointError: there are no steps.
         StorageError: the directory cannot be read.
     """
-    if unchanged_steps < 2 or not jump > 1 or (every is not None and every < 1):
-        raise PlanError("expected unchanged_steps of at least 2, jump above 1, every of at least 1")
+    for name, value, is_right, wanted in (
+        ("unchanged_steps", unchanged_steps, unchanged_steps >= 2, "at least 2"),
+        ("jump", jump, jump > 1, "above 1"),
+        ("every", every, every is None or every >= 1, "at least 1"),
+    ):
+        if not is_right:
+            raise PlanError(f"{name} = {value}: expected a number {wanted}")
     steps = list_steps(open_root(root, storage_options))
     if not steps:
         raise NotACheckpointError(f"no steps in {printable(str(root))}")
@@ -109,7 +116,7 @@ def _missing(steps: Sequence[Step], every: int) -> Iterator[RunProblem]:
 
 
 def trained_names(step: Step) -> set[str]:
-    """Returns the tensors of a model that have a moment of an Adam optimizer."""
+    """Returns the tensors of a model that have a moment of their optimizer."""
     assert step.manifest is not None
     names = step.manifest.tensors
     parameters = {match[1] for name in names if (match := _MOMENT.search(name))}
@@ -125,12 +132,33 @@ def _unchanged(steps: Sequence[Step], count: int) -> Iterator[RunProblem]:
     newest = steps[-count:]
     if len(newest) < count:
         return
-    for name in sorted(trained_names(newest[-1])):
-        tensors = [step.manifest.tensors.get(name) for step in newest if step.manifest]
-        if None not in tensors and len({t.fingerprint for t in tensors if t}) == 1:
-            numbers = f"{newest[0].number} to {newest[-1].number}"
+    numbers, trained = f"{newest[0].number} to {newest[-1].number}", trained_names(newest[-1])
+    for name in sorted(trained):
+        if _is_same(name, newest):
             text = f"{printable(name)} has been the same in steps {numbers}"
             yield RunProblem(newest[-1].number, "unchanged", text)
+    weights = _weights_in(newest[-1]) if optimizers_in(newest[-1].manifest) else set()
+    if not trained and weights and all(_is_same(name, newest) for name in weights):
+        text = f"all {len(weights):,} weights have been the same in steps {numbers}"
+        yield RunProblem(newest[-1].number, "unchanged", text)
+
+
+def _is_same(name: str, steps: Sequence[Step]) -> bool:
+    tensors = [step.manifest.tensors.get(name) for step in steps if step.manifest]
+    return None not in tensors and len({t.fingerprint for t in tensors if t}) == 1
+
+
+def _weights_in(step: Step) -> set[str]:
+    """Returns the trained tensors of a step; all its weights if the optimizer has no moments."""
+    if trained := trained_names(step):
+        return trained
+    assert step.manifest is not None
+    optimizers = optimizers_in(step.manifest)
+    return {
+        name
+        for name in step.manifest.tensors
+        if state_kind(name, optimizers) == WEIGHTS and name.rpartition(".")[2] not in _OF_NORMS
+    }
 
 
 def _large_updates(steps: Sequence[Step], jump: float) -> Iterator[RunProblem]:
@@ -140,10 +168,10 @@ def _large_updates(steps: Sequence[Step], jump: float) -> Iterator[RunProblem]:
     """
     changes: dict[str, list[tuple[int, float]]] = {}
     for before, step in pairwise(steps):
-        optimizers = optimizers_in(step.manifest)
+        weights = _weights_in(step)
         for name, tensor in step.manifest.tensors.items() if step.manifest else ():
             change = tensor.statistics.change_rms if tensor.statistics else None
-            if change is not None and state_kind(name, optimizers) == WEIGHTS:
+            if change is not None and name in weights:
                 distance = max(1, step.number - before.number)
                 changes.setdefault(name, []).append((step.number, change / distance))
     newest = {step.number for step in steps[-_NEWEST:]}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckpt_tools.core.catalog import Catalog, nbytes_by_file
+from ckpt_tools.core.catalog import Catalog, nbytes_by_file, other_names
 from ckpt_tools.core.naming import find_optimizers, is_optimizer_state, key_path
 from ckpt_tools.errors import printable, redacted
 from ckpt_tools.formats.registry import Source, open_source, suffix_of
@@ -71,6 +71,7 @@ class Report:
 
 
 _SHOWN = 12
+_TIED = 3  # names that are shown
 
 
 @checked()
@@ -99,19 +100,25 @@ def inspect(
     by_key: dict[str, Total] = {}
     states: dict[str, Total] = {}
     roots = find_optimizers(catalog)
+    tied = other_names(catalog)
     for fqn, entry in catalog.tensors.items():
-        _add(by_dtype, entry.dtype.name, 1, 0, entry.nbytes)
+        nbytes = 0 if fqn in tied else entry.nbytes
+        _add(by_dtype, entry.dtype.name, 1, 0, nbytes)
         path = key_path(catalog, fqn)
-        _add(by_key, path[0], 1, 0, entry.nbytes)
+        _add(by_key, path[0], 1, 0, nbytes)
         key = fqn.rpartition(".")[2]
         is_state = any(path[: len(root) + 1] == (*root, "state") for root in roots)
         if is_state or is_optimizer_state(fqn):
             first = _KEY_FIRST.search(fqn)
-            _add(states, first[1] if first else key, 1, 0, entry.nbytes)
+            _add(states, first[1] if first else key, 1, 0, nbytes)
     for fqn, item in catalog.objects.items():
         _add(by_key, key_path(catalog, fqn)[0], 0, 1, item.extent.nbytes)
-    total = Total(len(catalog.tensors), len(catalog.objects), catalog.nbytes)
+    nbytes = sum(total.nbytes for total in by_dtype.values())
+    total = Total(len(catalog.tensors), len(catalog.objects), nbytes)
     extras = dict(catalog.extras)
+    if tied:
+        some = ", ".join(f"{printable(n)} is {printable(o)}" for n, o in list(tied.items())[:_TIED])
+        extras["stored once"] = some + f", and {len(tied) - _TIED} more" * (len(tied) > _TIED)
     if others := _others(src, source):
         extras["also here"] = (
             f"{', '.join(map(printable, others[:_SHOWN]))}{' …' if len(others) > _SHOWN else ''};"
@@ -159,9 +166,10 @@ def _add(
 
 def _files(catalog: Catalog) -> list[FileReport]:
     counts, payloads, objects = (dict.fromkeys(catalog.file_sizes, 0) for _ in range(3))
-    for entry in catalog.tensors.values():
+    tied = other_names(catalog)
+    for fqn, entry in catalog.tensors.items():
         for file, (num_chunks, nbytes) in nbytes_by_file(entry).items():
-            if file in counts:
+            if file in counts and fqn not in tied:
                 counts[file] += num_chunks
                 payloads[file] += nbytes
     for item in catalog.objects.values():

@@ -56,7 +56,9 @@ def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
 
 
 def nbytes_of(tensor: SealedTensor) -> int:
-    """Returns the bytes of a tensor; 0 for an unknown type."""
+    """Returns the bytes of a tensor; 0 for an unknown type, and for another name of a tensor."""
+    if tensor.tied_to:
+        return 0
     dtype = BY_NAME.get(tensor.dtype)
     return math.prod(tensor.shape) * (dtype.itemsize if dtype else 0)
 

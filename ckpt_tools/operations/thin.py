@@ -48,7 +48,8 @@ class ThinnedStep:
 
     Attributes:
         number, path: of the step.
-        before_nbytes, after_nbytes: bytes of its files; `after_nbytes` is an estimate in a dry run.
+        before_nbytes, after_nbytes: bytes of its files, without the manifest; `after_nbytes` is an
+            estimate in a dry run.
         dropped: bytes by the name of what is gone; a key stands for all below it.
     """
 
@@ -290,7 +291,12 @@ def _thin_one(
             prove=lambda _: _check_unchanged(step, options),
         )
     )
-    return ThinnedStep(step.number, str(step.path), step.nbytes, sum(moved.files.values()), gone)
+    data_nbytes = step.nbytes - _manifest_nbytes(step)  # that of the result is not known here
+    return ThinnedStep(step.number, str(step.path), data_nbytes, sum(moved.files.values()), gone)
+
+
+def _manifest_nbytes(step: Step) -> int:
+    return len(step.manifest.render()) if step.manifest is not None else 0
 
 
 def _check_unchanged(step: Step, options: Reading) -> None:

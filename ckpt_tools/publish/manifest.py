@@ -61,6 +61,7 @@ class SealedTensor(NamedTuple):
     shape: tuple[int, ...]
     fingerprint: str
     statistics: TensorStatistics | None = None
+    tied_to: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "world_size": (int, type(None)),
     "step": (int, type(None)),
 }
-_OPTIONAL = ("ranges", "statistics")  # absent rather than empty
+_OPTIONAL = ("ranges", "statistics", "tied_to")  # absent rather than empty
 _KEYS = {"ranges": "runs"}  # in the text, if it differs from the field
 _TABLES = ("files", "tensors", "objects", "pickles")  # a line for each entry
 _OMITTED = ("metrics", "timing", "objects", "pickles")  # absent rather than empty
@@ -291,6 +292,7 @@ def _sealed_tensor(entry: Mapping[str, Any]) -> SealedTensor:
         shape,
         _hex(entry["fingerprint"]),
         None if found is None else unpack_statistics(str(entry["dtype"]), shape, found),
+        str(entry.get("tied_to", "")),
     )
 
 

@@ -473,3 +473,38 @@ def test_a_step_that_another_writer_left_unfinished_begins_a_run(what: str, tmp_
         (step / "__1_0.distcp").write_bytes(b"\0" * 100)
     with CheckpointManager(tmp_path) as checkpoints:
         assert checkpoints.resume({"model": {"w": torch.ones(3)}}) is None
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_weights_that_stand_still_are_found_with_any_optimizer(
+    momentum: float, tmp_path: Path, ckpt: Run
+) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=momentum)
+    with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
+        for step in range(1, 7):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 if step < 4 else 0.0
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+            checkpoints.save(step, {"model": model, "optimizer": optimizer})
+            if step == 3:
+                checkpoints.wait()
+                assert not ckpt_tools.check_run(tmp_path)
+                said = ckpt("check", str(tmp_path)).stdout
+                assert "no problems; 3 steps without statistics" in said
+    kinds = [problem.kind for problem in ckpt_tools.check_run(tmp_path)]
+    assert kinds and set(kinds) == {"unchanged"}
+
+
+def test_buffers_of_norms_are_no_weights_that_jump(tmp_path: Path) -> None:
+    model = nn.BatchNorm1d(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with CheckpointManager(tmp_path, keep_last=None, statistics=True) as checkpoints:
+        for step in range(1, 9):
+            model(torch.randn(8, 4) * (1000.0 if step == 8 else 1.0)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoints.save(step, {"model": model, "optimizer": optimizer})
+    names = {problem.text.split()[0] for problem in ckpt_tools.check_run(tmp_path)}
+    assert not {"model.running_mean", "model.running_var"} & names

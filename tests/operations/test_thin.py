@@ -358,3 +358,52 @@ def test_a_step_that_a_job_resumed_from_stays_full_until_it_has_saved(tmp_path: 
         checkpoints.wait()
     thinned = {s.number: bool(s.thinned) for s in ckpt_tools.steps(tmp_path)}
     assert thinned[5] is False and thinned[1] is True
+
+
+class Tied(nn.Module):
+    """An embedding and a head with one weight, and a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.head = nn.Embedding(1000, 16), nn.Linear(16, 1000, bias=False)
+        self.head.weight = self.emb.weight
+        self.register_buffer("num_batches_tracked", torch.tensor(0))
+
+
+def save_tied(root: Path, num_steps: int) -> Tied:
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with CheckpointManager(root, keep_last=None, statistics=True) as checkpoints:
+        for step in range(1, num_steps + 1):
+            model.head(model.emb(torch.arange(8))).sum().backward()
+            optimizer.step()
+            model.num_batches_tracked += 500
+            checkpoints.save(step, {"model": model, "optimizer": optimizer})
+    return model
+
+
+def test_tied_weights_stay_one_tensor(tmp_path: Path) -> None:
+    model = save_tied(tmp_path / "run", 3)
+    before = {step.number: step.nbytes for step in ckpt_tools.steps(tmp_path / "run")}
+    thinned = ckpt_tools.thin(tmp_path / "run", 1)
+    assert [step.number for step in thinned.thinned] == [1, 2]
+    assert thinned.freed_nbytes > 0
+    for found in ckpt_tools.du(tmp_path / "run"):
+        assert found.step.nbytes <= before[found.step.number]
+        assert found.model == 1000 * 16 * 4 + 8
+        assert found.model + found.optimizer + found.other == found.step.nbytes
+    source = tmp_path / "run" / step_name(3)
+    for ranks in (1, 2, 3):
+        target = tmp_path / f"of{ranks}"
+        done = ckpt_tools.reshard(source, target, to_ranks=ranks)
+        assert done.num_tensors == 3
+        report = ckpt_tools.inspect(target)
+        assert report.total.nbytes == 1000 * 16 * 4 + 8 and "stored once" in report.extras
+        assert ckpt_tools.verify(target).problems == []
+        state = {f"model.{n}.weight": torch.zeros(1000, 16) for n in ("emb", "head")}
+        dcp.load(state, checkpoint_id=target)
+        assert all(torch.equal(value, model.emb.weight) for value in state.values())
+        again = Tied()
+        ckpt_tools.load(target, {"model": again})
+        assert torch.equal(again.emb.weight, model.emb.weight)
+        assert again.head.weight is again.emb.weight

@@ -54,6 +54,7 @@ from ckpt_tools.formats.zip.write import ArchiveWrapping, wrap
 from ckpt_tools.storage import MemoryStore, Store, check_path, read
 
 NAME = "dcp"
+STORES_TWINS = True
 LOOKS_FOR = ".metadata"
 _MANY_BYTES = 1 << 20  # a `.metadata` of this size has about 5,000 chunks
 _COLUMNS_FROM = 16  # chunks of a tensor
@@ -573,7 +574,7 @@ def lay_out(request: Request) -> Target:
     Rank 0 gets all objects. The request's small files lie beside the data.
     """
     files = [DataFile(request.name(data_file_name(rank))) for rank in range(request.world_size)]
-    names = {*request.objects, *(tensor.fqn for tensor in request.tensors)}
+    names = {*request.objects, *(tensor.fqn for tensor in request.tensors), *request.twins}
     metadata = Metadata(
         paths={fqn: plain_path(path) for fqn, path in request.paths.items() if fqn in names}
     )  # stock torch loads only entries that have a path
@@ -594,6 +595,10 @@ def lay_out(request: Request) -> Target:
         metadata.tensors[tensor.fqn] = TensorMeta(
             tensor.dtype.name, tensor.shape, [b for b in tensor.boxes if b is not None]
         )
+    for fqn, other in request.twins.items():
+        metadata.tensors[fqn] = metadata.tensors[other]
+        for box in metadata.tensors[other].boxes:
+            metadata.places[fqn, box.offsets] = metadata.places[other, box.offsets]
     used = [f for f in files if f.nbytes]
     # derived from the layout, so that a second attempt gives the same bytes
     save_id = str(uuid.uuid5(uuid.NAMESPACE_OID, repr([(f.name, f.nbytes) for f in used])))

@@ -543,5 +543,7 @@ def _seal(
         for (fqn, sealed), value in zip(head.tensors, fingerprints, strict=True)
     }
     return tensors | {
-        fqn: tensors[other] for fqn, other in head.aliases.items() if other in tensors
+        fqn: tensors[other]._replace(tied_to=other)
+        for fqn, other in head.aliases.items()
+        if other in tensors
     }

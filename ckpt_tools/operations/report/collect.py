@@ -254,13 +254,21 @@ def _tensor(
     }
 
 
+def _is_float(dtype: str) -> bool:
+    return "float" in dtype or "complex" in dtype
+
+
 def _drift(step: Step) -> float | None:
-    """Returns the norm of the change of the weights since the step before, by their norm."""
+    """Returns the norm of the change of the weights since the step before, by their norm.
+
+    Counters, such as those of BatchNorm, are no weights.
+    """
     change = norm = 0.0
     optimizers = optimizers_in(step.manifest)
     for fqn, tensor in step.manifest.tensors.items() if step.manifest else ():
         found = tensor.statistics
         is_weight = state_kind(fqn, optimizers) == WEIGHTS
+        is_weight = is_weight and _is_float(tensor.dtype) and not tensor.tied_to
         if found is not None and found.change_rms is not None and is_weight:
             change += found.change_rms * found.change_rms * found.numel  # ** would raise
             norm += found.rms * found.rms * found.numel
