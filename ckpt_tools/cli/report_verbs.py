@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Annotated
 
@@ -19,7 +20,7 @@ from ckpt_tools.cli.options import (
     parse_storage_options,
     reading_options,
 )
-from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.errors import NotACheckpointError, PlanError, printable
 
 OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
 
@@ -96,6 +97,8 @@ def report(
     else:
         if b is not None:
             raise PlanError("--serve is for one checkpoint or run")
+        if "://" not in src and not os.path.exists(src):
+            raise NotACheckpointError(f"no such path: {printable(src)}")
         options["progress"] = None
         server = reports.serve(
             lambda: reports.report_data(src, read_values=not no_values, **options), port

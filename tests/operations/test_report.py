@@ -287,8 +287,10 @@ def test_a_served_report_is_new_at_each_request_and_for_this_machine_only(
         assert get()[1] != first
         assert get("/etc/passwd")[0] == 404
         assert get(Host="evil.example:80")[0] == 403
+        assert get("/favicon.ico") == (204, b"")
         shutil.rmtree(tmp_path / "run")
-        assert get()[0] == 503
+        status, problem = get()
+        assert status == 503 and b'http-equiv="refresh" content="10"' in problem
     finally:
         server.shutdown()
         server.server_close()
@@ -310,3 +312,30 @@ def test_a_plot(run: Path, tmp_path: Path, ckpt: Run) -> None:
     assert (
         ckpt("plot", run, "--tensor", "*", "-o", tmp_path / "b.svg", "--overwrite").returncode == 0
     )
+
+
+def test_a_served_page_keeps_what_its_reader_has_chosen(run: Path, chromium: Any) -> None:
+    server = serve(lambda: ckpt_tools.report_data(run), 0)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    context = chromium.new_context(viewport={"width": 800, "height": 500})
+    tab = context.new_page()
+    problems: list[str] = []
+    tab.on("console", lambda message: problems.append(message.text))
+    try:
+        tab.goto(f"http://127.0.0.1:{server.server_port}/")
+        tab.wait_for_selector("body[data-ready]")
+        field = tab.locator("section input").first
+        field.fill("head")
+        field.dispatch_event("change")
+        tab.evaluate("scrollTo(0, 700)")
+        tab.reload()
+        tab.wait_for_selector("body[data-ready]")
+        assert tab.locator("section input").first.input_value() == "head"
+        assert tab.evaluate("scrollY") > 600
+        assert problems == []
+    finally:
+        context.close()
+        server.shutdown()
+        server.server_close()
+        thread.join()

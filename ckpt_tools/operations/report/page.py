@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import html
 import json
 from importlib import resources
 from typing import Any
@@ -40,6 +41,13 @@ def render_page(data: dict[str, Any], reload_s: int = 0) -> bytes:
         assert text.count(mark) == 1
         text = text.replace(mark, value)
     return text.encode()
+
+
+def render_problem(text: str, reload_s: int) -> bytes:
+    """Returns a page for a moment in which there is nothing to show. The browser tries again."""
+    refresh = f'<meta http-equiv="refresh" content="{reload_s}">'
+    title = "<title>ckpt report</title>"
+    return f"<!doctype html>{refresh}{title}<p>{html.escape(text)}</p>".encode()
 
 
 def _packed(data: bytes) -> str:

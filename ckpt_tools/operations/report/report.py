@@ -14,10 +14,11 @@ from typing import Any, Unpack
 from ckpt_tools.errors import CheckpointError, PlanError, StorageError, printable
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.report import collect
-from ckpt_tools.operations.report.page import render_page
+from ckpt_tools.operations.report.page import render_page, render_problem
 from ckpt_tools.transfer.options import Path_, Reading
 
 RELOAD_S = 10
+_HTML = "text/html; charset=utf-8"
 _HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -40,7 +41,12 @@ def report_data(
         return collect.of_difference(src, other, **options)
     if collect.is_run(src, options.get("storage_options")):
         return collect.of_run(src, **options)
-    return collect.of_checkpoint(src, read_values, **options)
+    try:
+        return collect.of_checkpoint(src, read_values, **options)
+    except CheckpointError:
+        if collect.is_run(src, options.get("storage_options")):  # its first step is there now
+            return collect.of_run(src, **options)
+        raise
 
 
 @checked(Reading)
@@ -109,6 +115,8 @@ def serve(make: Callable[[], dict[str, Any]], port: int) -> ThreadingHTTPServer:
                 host or ""
             ).lower() not in _HOSTS:  # another name that leads here may belong to a stranger's page
                 self._answer(HTTPStatus.FORBIDDEN, b"this page is for this machine only")
+            elif self.path == "/favicon.ico":  # every browser asks for it
+                self._answer(HTTPStatus.NO_CONTENT, b"")
             elif self.path.partition("?")[0] != "/":
                 self._answer(HTTPStatus.NOT_FOUND, b"the report is at /")
             else:
@@ -116,9 +124,10 @@ def serve(make: Callable[[], dict[str, Any]], port: int) -> ThreadingHTTPServer:
                     with lock:
                         page = render_page(make(), RELOAD_S)
                 except CheckpointError as error:
-                    self._answer(HTTPStatus.SERVICE_UNAVAILABLE, printable(str(error)).encode())
+                    page = render_problem(printable(str(error)), RELOAD_S)
+                    self._answer(HTTPStatus.SERVICE_UNAVAILABLE, page, _HTML)
                     return
-                self._answer(HTTPStatus.OK, page, "text/html; charset=utf-8")
+                self._answer(HTTPStatus.OK, page, _HTML)
 
         def _answer(
             self, status: HTTPStatus, data: bytes, kind: str = "text/plain; charset=utf-8"
