@@ -25,8 +25,10 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from ckpt_tools import CheckpointError
 from training import accelerate_config
 from training import config as configuration
+from training import model as models
 from training.config import Config, ConfigError
 from training.examples import DataError
+from training.loss import PROMPT
 from training.metrics import plot
 from training.prove import Plan, prove
 from training.train import LossError, train
@@ -97,7 +99,11 @@ def _positive(text: str) -> int:
 
 def main() -> None:
     args = parse_args()
-    rank, world_size, local = (int(os.environ.get(name, default)) for name, default in _PLACE)
+    try:
+        rank, world_size, local = _place()
+    except ConfigError as error:
+        print(f"training: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
     try:
         base = (
             accelerate_config.read(args.accelerate_config)
@@ -120,7 +126,7 @@ def main() -> None:
             if args.logits:
                 _check_logits(args.logits, config)
             raise SystemExit(start(prove(config, world_size, local), args.profile, args.logits))
-    except (ConfigError, CheckpointError, FileNotFoundError, ModuleNotFoundError) as error:
+    except (ConfigError, CheckpointError, OSError, ModuleNotFoundError) as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             # torchrun ends all ranks as soon as one has ended, so rank 0 prints the error first
             time.sleep(_FIRST_WORD_S)
@@ -140,6 +146,25 @@ def main() -> None:
         raise SystemExit(_NOT_FINITE) from None
 
 
+def _place() -> tuple[int, int, int]:
+    """Returns rank, number of ranks, and number of ranks on this machine, as torchrun sets them.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    given = [os.environ.get(name, default) for name, default in _PLACE]
+    if not all(text.isdecimal() for text in given):
+        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_WORLD_SIZE are {given}: torchrun sets them")
+    rank, world_size, local = map(int, given)
+    is_alone = "RANK" not in os.environ
+    if not rank < world_size or not 1 <= local <= world_size or (is_alone and world_size > 1):
+        raise ConfigError(
+            f"RANK = {rank}, WORLD_SIZE = {world_size}, LOCAL_WORLD_SIZE = {local} contradict each"
+            " other: start ranks with torchrun"
+        )
+    return rank, world_size, local
+
+
 def _check_logits(file: Path, config: Config) -> None:
     """Refuses `--logits` where they cannot be computed or written."""
     if config.model.factory:
@@ -148,6 +173,14 @@ def _check_logits(file: Path, config: Config) -> None:
         raise ConfigError("--logits: not with fsdp.sequence_parallel, which splits the prompt")
     if not file.absolute().parent.is_dir():
         raise ConfigError(f"--logits {file}: there is no such directory")
+    if file.is_dir():
+        raise ConfigError(f"--logits {file}: it is a directory")
+    model = models.make(config)
+    if models.vocab_size(model) <= max(PROMPT) or models.max_seq_len(model) < len(PROMPT):
+        raise ConfigError(
+            f"--logits: the fixed prompt has {len(PROMPT)} bytes up to {max(PROMPT)}, more than the"
+            " model takes"
+        )
 
 
 def look(args: argparse.Namespace, config: Config, num_ranks: int, ranks_a_node: int) -> None:
@@ -188,7 +221,7 @@ def start(plan: Plan, profile_steps: int = 0, logits: Path | None = None) -> int
     except Exception as error:  # noqa: BLE001  # every error is reported
         is_first = _is_first(store, rank)
         # errors of this rank alone
-        is_own = isinstance(error, (DataError, MemoryError, torch.OutOfMemoryError))
+        is_own = isinstance(error, (DataError, MemoryError, torch.OutOfMemoryError, OSError))
         if is_own or "can't allocate memory" in str(error):  # torch's words on a CPU
             print(f"training: rank {rank}: {_one_line(error)}", file=sys.stderr, flush=True)
         elif is_first:
@@ -210,11 +243,11 @@ def start(plan: Plan, profile_steps: int = 0, logits: Path | None = None) -> int
 
 
 def _one_line(error: BaseException) -> str:
-    """Returns a short text for an error that a smaller job, or other data, would avoid."""
+    """Returns a short text for an error that a smaller job, other data, or a disk would avoid."""
     text = " ".join(str(error).split())[:300] or type(error).__name__
     hint = (
         ""
-        if isinstance(error, DataError)
+        if isinstance(error, (DataError, OSError))
         else ": out of memory; python -m training … --estimate shows what each strategy takes"
     )
     return text + hint

@@ -137,7 +137,7 @@ class Fsdp:
     # FSDP2: number of units gathered ahead of the running one; 0: PyTorch's default
     forward_prefetch: int = 0
     backward_prefetch: int = 0
-    unshard_ahead: bool = False  # FSDP2: gather the first unit before the forward begins
+    unshard_ahead: bool = False  # FSDP2: gather the root unit before the forward begins
     # reduce gradients at every micro-batch, instead of the last one only: less memory, more traffic
     reduce_every: bool = False
 

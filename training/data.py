@@ -491,12 +491,13 @@ class _Tokenizer:
             raise ConfigError(
                 "--tokenizer needs transformers: pip install 'ckpt-tools[hf]'"
             ) from error
+        if not directory.is_dir():
+            raise ConfigError(f"--tokenizer {directory}: there is no such directory")
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"cannot load a tokenizer from {directory}: {str(error).splitlines()[0]}"
-            ) from error
+        except Exception as error:  # a tokenizer's files may make it raise anything
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(f"cannot load a tokenizer from {directory}: {said}") from error
         self.vocab_size = len(self.tokenizer)
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 

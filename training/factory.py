@@ -16,10 +16,11 @@ import copy
 import hashlib
 import importlib
 import inspect
+import logging
 import os
 import random
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -147,19 +148,18 @@ def source_digest(config: Config) -> str:
         return hashlib.blake2b(stream.read(), digest_size=8).hexdigest()
 
 
-def check_equal(model: nn.Module, what: str, remedy: str) -> None:
+def check_equal(named: Mapping[str, Tensor], what: str, remedy: str) -> None:
     """Refuses tensors that differ between ranks. All ranks call it.
 
     Args:
-        model: its plain parameters and buffers are compared; shards are not.
+        named: parameters or buffers by name. Plain tensors are compared; shards are not.
         what: the event, for the message.
         remedy: what the user can do.
 
     Raises:
         ConfigError: on all ranks, with the name of the first such tensor.
     """
-    both = [*model.named_parameters(), *model.named_buffers()]
-    plain = {name: t.detach() for name, t in both if type(t) in (Tensor, nn.Parameter)}
+    plain = {n: t.detach() for n, t in named.items() if type(t) in (Tensor, nn.Parameter)}
     mine = {name: crc64nvme(_bytes_of(t)) for name, t in plain.items()}
     found: list[dict[str, int]] = [{}] * dist.get_world_size()
     dist.all_gather_object(found, mine)
@@ -323,13 +323,18 @@ def check_rows(config: Config, model: nn.Module, rows: Rows, key: str) -> None:
     """
     if config.precision.overrides:
         return
+    fakes = logging.getLogger("torch._subclasses.fake_tensor")  # it prints what it raises, too
+    level = fakes.level
     try:
+        fakes.setLevel(logging.CRITICAL)
         with FakeTensorMode(allow_non_fake_inputs=True):
             outputs = _outputs(copy.deepcopy(model).to_empty(device="cpu"), config, rows, key)
     except Exception:  # noqa: BLE001  # a module of the user may raise anything
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with _seeded(config.run.seed):
             outputs = _outputs(call(config).to(device), config, rows, key)
+    finally:
+        fakes.setLevel(level)
     if not config.model.loss and isinstance(outputs, Tensor) and outputs.ndim > 1:
         _check_labels(rows.targets, outputs.shape[1], key)
 

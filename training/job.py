@@ -138,7 +138,8 @@ def _first_values(config: Config) -> tuple[Values | None, Callable[[str], bool]]
     if config.model.factory:
         made = factory.call(config)
         remedy = "draw from torch, numpy or random, which have the same seed on all ranks"
-        factory.check_equal(made, "as the function has made it", remedy)
+        named = dict([*made.named_parameters(), *made.named_buffers()])
+        factory.check_equal(named, "as the function has made it", remedy)
         return Copied(made), every_module
     has_weights = bool(config.model.path and config.model.weights)
     return None, lambda name: not has_weights or pretrained.is_of_adapter(name)

@@ -5,6 +5,7 @@ Every rank does this alone, so a mistake is one line, and not a rank that waits 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
     if not torch.cuda.is_available():
         config, notes = parallel.without_gpu(config)
     check_loggers(config)
+    _check_places(config)
     changes.check_directory(config, Path(config.run.dir))
     text, config = configuration.to_toml(config), _of_rows(config)
     model, data = models.make(config), config.data
@@ -75,6 +77,39 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
         config = replace(config, run=replace(config.run, steps=steps))
         notes.append(f"run.epochs = {config.run.epochs} are {steps} steps")
     return Plan(config, text, sizes, model, tokens, validation, notes, converts)
+
+
+def _check_places(config: Config) -> None:
+    """Refuses places that cannot hold a run, or that lack what they should have.
+
+    Raises:
+        ConfigError: with the key.
+    """
+    for key, place in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
+        scheme, colon, rest = place.partition("://")
+        if colon and key == "run.dir":
+            raise ConfigError(
+                f"run.dir = {place!r}: a local directory; give the URL in checkpoint.dir"
+            )
+        if colon and (not rest.strip("/") or scheme in _READ_ONLY):
+            raise ConfigError(
+                f"{key} = {place!r}: expected a store that can be written, s3://bucket/run"
+            )
+        if place and not colon and not _can_be_directory(Path(place)):
+            raise ConfigError(f"{key} = {place!r}: no directory can be made there")
+    start = config.run.resume_from
+    if start and "://" not in start and not Path(start).exists():
+        raise ConfigError(f"run.resume_from = {start!r}: there is no such checkpoint")
+
+
+_READ_ONLY = ("http", "https", "data")
+
+
+def _can_be_directory(path: Path) -> bool:
+    path = path.absolute()
+    while not path.exists() and not path.is_symlink():
+        path = path.parent
+    return path.is_dir() and os.access(path, os.W_OK)
 
 
 def _notes_on(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from ckpt_tools import CheckpointManager
@@ -232,12 +232,9 @@ def _check_buffers(job: Job) -> None:
         ConfigError: with the name of the first such buffer.
     """
     if job.loss is not None and dist.get_world_size() > 1:
-        buffers = nn.Module()
-        for name, buffer in job.model.named_buffers():
-            buffers.register_buffer(name.replace(".", "/"), buffer)
-        factory.check_equal(
-            buffers, "after this step", "average it over the ranks in forward, or do not change it"
-        )
+        buffers = {name.removeprefix("module."): b for name, b in job.model.named_buffers()}
+        remedy = "average it over the ranks in forward, or do not change it"
+        factory.check_equal(buffers, "after this step", remedy)
 
 
 def _note_best(job: Job, checkpoints: CheckpointManager, step: int, loss: float) -> None:

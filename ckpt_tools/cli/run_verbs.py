@@ -94,7 +94,10 @@ def latest(
     for path, reason in found.passed_over:
         print(f"passed over {printable(str(path))}: {reason}", file=sys.stderr)
     if found.step is None:
-        raise NotACheckpointError(f"no complete step in {printable(root)}")
+        kind = (
+            "complete step that a job could resume from" if found.passed_over else "complete step"
+        )
+        raise NotACheckpointError(f"no {kind} in {printable(root)}")
     print(redacted(str(found.step.path)))
 
 

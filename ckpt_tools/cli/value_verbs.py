@@ -198,7 +198,8 @@ def average(
 
     The checkpoints may differ in format and sharding. Sums are in float64, and rounded once. The
     result holds the model only. Names and shapes must be the same; tensors that are no
-    floating-point numbers must be equal, or come from the last checkpoint, with a note.
+    floating-point numbers must be equal, or come from the last checkpoint, with a note. Complex
+    numbers, fp8 and NaN are refused; --exclude leaves tensors out.
     """
     from ckpt_tools.operations.average import average as operation
 

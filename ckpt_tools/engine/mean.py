@@ -258,7 +258,7 @@ class MeanStore:
             if not np.isfinite(to_float64(*again.read(box))).all():
                 raise PlanError(
                     f"no mean: {printable(path)!r} has NaN or infinity in {printable(term.name)}",
-                    hint="leave this checkpoint out; ckpt stats shows its values",
+                    hint="leave the checkpoint out, or the tensor with --exclude (ckpt stats)",
                 )
 
     def share(self, group: Group) -> None:

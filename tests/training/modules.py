@@ -50,3 +50,48 @@ def normed() -> nn.Module:
 def number() -> int:
     """Makes no module."""
     return 3
+
+
+class Inner(nn.Module):
+    """A part of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(x))
+
+
+class Outer(nn.Module):
+    """A layer with a layer in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Inner(), nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(self.inner(x))
+
+
+def nested() -> nn.Module:
+    """Makes layers within layers."""
+    return nn.Sequential(Outer(), Outer(), nn.Linear(10, 5))
+
+
+class Sometimes(nn.Module):
+    """Uses its second layer in every other call only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.num_calls = nn.Linear(10, 5), nn.Linear(10, 5), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += self.training
+        both = self.num_calls % 2 == 1
+        return self.first(x) + (self.second(x) if both else 0)
+
+
+def sometimes() -> nn.Module:
+    """Makes a module of which a layer rests in some steps."""
+    return Sometimes()

@@ -263,6 +263,31 @@ def test_classes_of_units_are_the_layers_of_a_factory(rows: Path, tmp_path: Path
     assert "calls so far: 6" in run(*command(1, *sets(*words)))
 
 
+@pytest.mark.parametrize(
+    ("kind", "classes", "option"),
+    [
+        ("nested", "Outer,Inner", "compute.checkpoint_every=1"),
+        ("sometimes", "Linear", "fsdp.cpu_offload=true"),
+    ],
+)
+def test_options_that_only_save_memory_change_no_loss(
+    kind: str, classes: str, option: str, rows: Path, tmp_path: Path
+) -> None:
+    given = (
+        *COMMON,
+        "model.loss=torch.nn.functional:mse_loss",
+        f"model.factory=tests.training.modules:{kind}",
+        f"data.train={rows}/mlp.safetensors",
+        "fsdp.wrap=classes",
+        f"fsdp.wrap_classes={classes}",
+    )
+    found = []
+    for name, more in (("plain", ()), ("saving", (option,))):
+        run(*command(1, *sets(*given, *more, f"run.dir={tmp_path}/{name}")))
+        found.append(losses(tmp_path / name))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 def test_other_types_and_unused_layers(rows: Path, tmp_path: Path) -> None:
     words = difficult("Centred", rows)
     words = (*words, "checkpoint.statistics=true")

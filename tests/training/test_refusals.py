@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -240,3 +241,51 @@ def test_tools_of_a_chat_are_written_or_refused(tmp_path: Path) -> None:
         else:
             prepare(*given)
             assert np.load(tmp_path / "t.npy").tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["run.dir=/dev/null"], "run.dir = '/dev/null': no directory can be made there"),
+        (["run.dir=s3://bucket/run"], "give the URL in checkpoint.dir"),
+        (["checkpoint.dir=http://x/y"], "checkpoint.dir = 'http://x/y': expected a store"),
+        (["checkpoint.dir=s3://"], "checkpoint.dir = 's3://'"),
+        (["run.resume_from=nowhere"], "run.resume_from = 'nowhere'"),
+    ],
+)
+def test_places_that_cannot_hold_a_run(options: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prove(resolve(None, [f"run.dir={tmp_path}/run", *options]), 1, 1)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"RANK": "x"},
+        {"WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "0"},
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "0"},
+    ],
+)
+def test_ranks_that_contradict_each_other(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from training import command
+
+    monkeypatch.setattr(sys, "argv", ["training"])
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 2 and "WORLD_SIZE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["model.vocab_size=64"], ["model.max_seq_len=8"]])
+def test_logits_of_a_prompt_that_the_model_cannot_take(options: list[str], tmp_path: Path) -> None:
+    from training.command import _check_logits
+
+    config = resolve(None, [*options, "data.seq_len=8"])
+    with pytest.raises(ConfigError, match="--logits: the fixed prompt has"):
+        _check_logits(tmp_path / "l.pt", config)
+    with pytest.raises(ConfigError, match="it is a directory"):
+        _check_logits(tmp_path, resolve(None))
