@@ -12,6 +12,7 @@ CPU with gloo. docs/training.md has every key of the configuration.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import time
@@ -221,7 +222,8 @@ def start(plan: Plan, profile_steps: int = 0, logits: Path | None = None) -> int
     except Exception as error:  # noqa: BLE001  # every error is reported
         is_first = _is_first(store, rank)
         # errors of this rank alone
-        is_own = isinstance(error, (DataError, MemoryError, torch.OutOfMemoryError, OSError))
+        is_own = isinstance(error, (DataError, MemoryError, torch.OutOfMemoryError))
+        is_own = is_own or _is_of_files(error)
         if is_own or "can't allocate memory" in str(error):  # torch's words on a CPU
             print(f"training: rank {rank}: {_one_line(error)}", file=sys.stderr, flush=True)
         elif is_first:
@@ -240,6 +242,15 @@ def start(plan: Plan, profile_steps: int = 0, logits: Path | None = None) -> int
         raise SystemExit(1) from None
     finally:
         dist.destroy_process_group()
+
+
+_OF_FILES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
+_OF_PATHS = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
+
+
+def _is_of_files(error: BaseException) -> bool:
+    """Tells whether a full disk, or what lies at a path, is the reason."""
+    return isinstance(error, OSError) and error.errno in (*_OF_FILES, *_OF_PATHS)
 
 
 def _one_line(error: BaseException) -> str:

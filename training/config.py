@@ -451,7 +451,7 @@ def _problems(config: Config) -> list[str]:
             "model.path needs data.train: without it, the tokens would be the bytes of Python's"
             " standard library"
         )
-    found += _model_problems(config)
+    found += _model_problems(config) + _idle_problems(config)
     if bool(config.metrics.validate_every) != bool(config.data.validation):
         found.append(
             "data.validation, a token file, and metrics.validate_every, the steps between"
@@ -479,6 +479,28 @@ def _problems(config: Config) -> list[str]:
         found.append("checkpoint.mirror is a URL such as s3://bucket/run, beside steps on a disk")
     found += _tensor_problems(config) + _sharding_problems(config)
     return found + _precision_problems(config)
+
+
+def _idle_problems(config: Config) -> list[str]:
+    """Returns keys that are set, and belong to something that is off."""
+    fsdp, default = config.fsdp, Config()
+    belongs = (
+        ("compute.compile_backend", config.compute.compile, "compute.compile = true"),
+        ("fsdp.min_num_params", fsdp.wrap == "size", 'fsdp.wrap = "size"'),
+        ("fsdp.pin_memory", fsdp.cpu_offload, "fsdp.cpu_offload = true"),
+        ("fsdp.reduce_every", config.data.accumulation > 1, "data.accumulation above 1"),
+        ("checkpoint.mirror_every", config.checkpoint.mirror, "checkpoint.mirror"),
+        ("metrics.validate_batches", config.metrics.validate_every, "metrics.validate_every"),
+        ("data.check_tokenizer", config.model.path or config.model.factory, "model.path"),
+        ("model.may_change", config.model.path, "model.path"),
+    )
+    found = []
+    for key, is_on, need in belongs:
+        table, _, name = key.partition(".")
+        value = getattr(getattr(config, table), name)
+        if not is_on and value != getattr(getattr(default, table), name):
+            found.append(f"{key} = {value!r} changes nothing without {need}: leave it out")
+    return found
 
 
 def _model_problems(config: Config) -> list[str]:

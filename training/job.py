@@ -49,6 +49,7 @@ class Job:
     base: str = ""  # the fingerprint of the weights below adapters
     source: str = ""  # the digest of the factory's file
     loss_note: str | None = None  # a warning on `loss`; None before its first call
+    num_targets: int = 1  # of the last step, over all ranks
     best: tuple[int, float] | None = None  # the saved step with the lowest validation loss
 
     @property

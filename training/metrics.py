@@ -74,6 +74,7 @@ class Meter:
         lr: float,
         norm: Tensor | None,
         epoch: int,
+        has_targets: bool = True,
     ) -> None:
         """Counts a step and, if one is due, writes a line of means over ranks and steps.
 
@@ -81,6 +82,7 @@ class Meter:
 
         Args:
             everyone: loss and peak memory of every rank; needed if a line is due, as is `norm`.
+            has_targets: whether the step had a target at all; else its loss is null.
         """
         self.tokens, self.steps = self.tokens + tokens, self.steps + 1
         self.bar.update()
@@ -89,7 +91,7 @@ class Meter:
         elapsed = time.perf_counter() - self.began
         line = {
             "step": step,
-            "loss": sum(rank[0] for rank in everyone) / len(everyone),
+            "loss": sum(r[0] for r in everyone) / len(everyone) if has_targets else math.nan,
             "lr": lr,
             "grad_norm": math.nan if norm is None else norm.item(),
             "tokens_per_s": self.tokens / elapsed,

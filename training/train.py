@@ -178,7 +178,8 @@ def _loop(
                 and (norm is None or math.isfinite(norm.item()))
             ):
                 _not_finite(config, meter, step)
-            metrics = {"loss": _mean_loss(everyone)} if everyone else {}
+            # the loss of a step without any target says nothing
+            metrics = {"loss": _mean_loss(everyone)} if everyone and job.num_targets else {}
             if job.validation and (
                 step % config.metrics.validate_every == 0 or step == config.run.steps
             ):
@@ -208,6 +209,7 @@ def _loop(
                 lr,
                 norm,
                 job.sampler.epoch,
+                bool(job.num_targets),
             )
             profiler.step()
             if number:
@@ -270,7 +272,7 @@ def take_step(job: Job, meter: Meter, wants_norm: bool = True) -> tuple[Tensor, 
         model.unshard(async_op=True)
     with meter.timing("data_s"), torch.profiler.record_function("data"):
         batch = job.reader.next_batch().to(job.device)
-    total = torch.zeros((), device=job.device)
+    total, job.num_targets = torch.zeros((), device=job.device), batch.num_targets
     micro = list(batch.chunk(data.accumulation))
     for i, part in enumerate(micro):
         is_last = i == len(micro) - 1

@@ -13,6 +13,8 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from tests.training.test_training import TINY, run, sets
+from tests.training.test_training import lines as metrics
 from training import accelerate_config
 from training.config import ConfigError, check, resolve
 from training.data import open_tokens, prepare
@@ -47,6 +49,11 @@ from training.prove import prove
             ],
             "fsdp.reduce_every",
         ),
+        (["compute.compile_backend=eager"], "changes nothing without compute.compile = true"),
+        (["fsdp.min_num_params=7"], 'changes nothing without fsdp.wrap = "size"'),
+        (["fsdp.reduce_every=true"], "changes nothing without data.accumulation above 1"),
+        (["checkpoint.mirror_every=3"], "changes nothing without checkpoint.mirror"),
+        (["metrics.validate_batches=3"], "changes nothing without metrics.validate_every"),
         (["model.num_layers=1000000000"], "model.num_layers = 1000000000: must be at most"),
         (["model.dim=-16"], "model.dim = -16: must be at least 0$"),
     ],
@@ -289,3 +296,23 @@ def test_logits_of_a_prompt_that_the_model_cannot_take(options: list[str], tmp_p
         _check_logits(tmp_path / "l.pt", config)
     with pytest.raises(ConfigError, match="it is a directory"):
         _check_logits(tmp_path, resolve(None))
+
+
+def test_a_step_without_a_target_has_no_loss(tmp_path: Path) -> None:
+    long = {"prompt": "a" * 40, "completion": "b"}
+    short = {"prompt": "a", "completion": "bcd"}
+    lines = [json.dumps(one) for one in (long, short) * 4]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    prepare([tmp_path / "a.jsonl"], tmp_path / "t.npy", progress=False)
+    options = (
+        *TINY,
+        "run.steps=4",
+        "data.seq_len=16",
+        "data.batch_size=1",
+        "data.shuffle=false",
+        f"data.train={tmp_path}/t.npy",
+        f"run.dir={tmp_path}/run",
+    )
+    run(sys.executable, "-m", "training", *sets(*options))
+    found = [line["loss"] for line in metrics(tmp_path / "run")]
+    assert [value is None for value in found] == [True, False, True, False]
