@@ -258,9 +258,10 @@ def check_directory(config: Config, directory: Path) -> None:
 
     Without this check, the user would only see a table of shapes.
     """
+    steps = config.checkpoint.dir or directory  # of a URL, it is not known here
     if (
         config.run.resume_from
-        or not list(directory.glob("step-*"))
+        or not list(Path(steps).glob("step-*"))
         or not (directory / "config.toml").exists()
     ):
         return

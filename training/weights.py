@@ -61,9 +61,16 @@ def check_weights(model: nn.Module, config: Config) -> bool:
         config: of the run.
 
     Raises:
-        ConfigError: names do not fit; the message has some of them.
+        ConfigError: names or shapes do not fit; the message has some of them.
     """
-    path, stored = config.model.path, _stored(config.model.path)
+    path, shapes = config.model.path, _stored_shapes(config.model.path)
+    stored = set(shapes)
+    for name, tensor in _named(model).items():
+        if name in stored and shapes[name] != tensor.shape:
+            raise ConfigError(
+                f"model.path: {name} has the shape {list(shapes[name])} in {path}, and"
+                f" {list(tensor.shape)} in the model of its config.json"
+            )
     missing, extra = _misfits(model, stored)
     if not missing or _has_other_prefix(model, missing):
         return False
@@ -105,11 +112,16 @@ def load_weights(model: nn.Module, path: str, converts: bool) -> list[str]:
 
 
 def _stored(path: str) -> set[str]:
+    return set(_stored_shapes(path))
+
+
+def _stored_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each weight in a directory."""
     report = ckpt_tools.inspect(path)
-    names = set(report.catalog.tensors)
+    shapes = {name: entry.shape for name, entry in report.catalog.tensors.items()}
     if report.format == "accelerate":  # a job's directory, in which the model is one part
-        return {name.removeprefix("model.") for name in names if name.startswith("model.")}
-    return names
+        return {n.removeprefix("model."): s for n, s in shapes.items() if n.startswith("model.")}
+    return shapes
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:

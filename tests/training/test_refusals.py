@@ -223,6 +223,31 @@ def test_targets_of_adapters_that_are_nowhere(tmp_path: Path) -> None:
     make(resolve(None, [*options, "lora.targets=q_proj,v_proj"]))
 
 
+def test_weights_of_other_shapes_are_refused(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from training.weights import check_weights
+
+    sizes = {"intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 256}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    for width in (16, 32):
+        model = LlamaForCausalLM(LlamaConfig(hidden_size=width, **sizes, **heads))
+        model.save_pretrained(tmp_path / str(width))
+    config = resolve(None, [f"model.path={tmp_path}/16", "data.train=x"])
+    assert check_weights(make(config), config) is False
+    shutil.copy(tmp_path / "32" / "config.json", tmp_path / "16" / "config.json")
+    with pytest.raises(ConfigError, match=r"has the shape \[.*16.*\] in .* and \[.*32"):
+        check_weights(make(config), config)
+
+
+def test_another_model_is_refused_where_the_steps_lie_elsewhere(tmp_path: Path) -> None:
+    places = [f"run.dir={tmp_path}/run", f"checkpoint.dir={tmp_path}/steps"]
+    given = (*TINY, *places, "run.steps=1")
+    run(sys.executable, "-m", "training", *sets(*given))
+    with pytest.raises(ConfigError, match="model.dim = 48, and the run that is resumed has"):
+        prove(resolve(None, [*given, "model.dim=48"]), 1, 1)
+
+
 def test_tools_of_a_chat_are_written_or_refused(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
