@@ -34,7 +34,8 @@ class Key:
         to: our key, `table.key`; empty if nothing is set.
         convert: converts their value to ours, given the version of FSDP.
         reason: why it is not needed here. A reason that begins with "refused" makes any value
-            outside of `fine` an error.
+            outside of `fine` an error. With `to`, a key that only `_settle` reads, it is what the
+            key does.
         fine: values that match what this program does anyway.
     """
 
@@ -161,8 +162,9 @@ KEYS: dict[str, Key] = {
     "dynamo_config.dynamo_use_regional_compilation": Key(
         reason="blocks are always compiled one by one"
     ),
-    # with both sizes, `_settle` chooses the strategy
-    "parallelism_config.parallelism_config_dp_replicate_size": Key("fsdp.num_replicas", _whole),
+    "parallelism_config.parallelism_config_dp_replicate_size": Key(
+        "fsdp.num_replicas", _whole, "above 1: `fsdp.strategy` is HYBRID_SHARD*, or NO_SHARD"
+    ),
     "parallelism_config.parallelism_config_dp_shard_size": Key("fsdp.shard_size", _whole),
     "parallelism_config.parallelism_config_tp_size": Key("fsdp.tensor_parallel", _whole),
     **{
@@ -295,7 +297,7 @@ def table() -> str:
             if key.fine and key.reason.startswith("refused")
             else ""
         )
-        rows.append(f"| `{name}` | {f'`{key.to}`' if key.to else key.reason + fine} |")
+        rows.append(f"| `{name}` | {key.reason + fine if key.reason else f'`{key.to}`'} |")
     return "\n".join(rows)
 
 
