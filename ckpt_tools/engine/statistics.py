@@ -111,7 +111,7 @@ def measure_change(data: Bytes, before: Bytes, dtype: DType) -> Moments:
     for start in range(0, len(data), step):
         gap = _gap(data[start : start + step], before[start : start + step], dtype)
         square = inner(gap, gap)
-        if not math.isfinite(square):
+        if not math.isfinite(square) or square == 0.0:  # or the squares are too small for float
             gap = gap[np.isfinite(gap)]
             square = sum_squares(gap)
         total.add(Moments(num_compared=len(gap), sum_change=square))

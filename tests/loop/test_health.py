@@ -508,3 +508,19 @@ def test_buffers_of_norms_are_no_weights_that_jump(tmp_path: Path) -> None:
             checkpoints.save(step, {"model": model, "optimizer": optimizer})
     names = {problem.text.split()[0] for problem in ckpt_tools.check_run(tmp_path)}
     assert not {"model.running_mean", "model.running_var"} & names
+
+
+def test_a_change_of_tiny_numbers_is_measured(tmp_path: Path) -> None:
+    values = torch.full((100,), 1e-200, dtype=torch.float64)
+    with CheckpointManager(tmp_path, keep_last=None, statistics=True) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"w": values}, asynchronous=False)
+            if step == 1:
+                values.mul_(1.5)
+    found = []
+    for step in ckpt_tools.steps(tmp_path):
+        assert step.manifest is not None
+        statistics = step.manifest.tensors["w"].statistics
+        assert statistics is not None
+        found.append(statistics.change_rms)
+    assert found == [None, pytest.approx(5e-201, rel=1e-5), 0.0]
