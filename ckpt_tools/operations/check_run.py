@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ckpt_tools.errors import NotACheckpointError, PlanError, printable
+from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.run_bytes import WEIGHTS, optimizers_in, state_kind
 from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import Step, lasting_damage, list_steps
+from ckpt_tools.publish.steps import Step, lasting_damage, list_steps, no_steps
 from ckpt_tools.transfer.options import Path_
 
 _MOMENT = re.compile(r"(?:^|\.)state\.(.+)\.(?:exp_avg|momentum_buffer)$")
@@ -79,7 +79,7 @@ def check_run(
             raise PlanError(f"{name} = {value}: expected a number {wanted}")
     steps = list_steps(open_root(root, storage_options))
     if not steps:
-        raise NotACheckpointError(f"no steps in {printable(str(root))}")
+        raise no_steps(str(root))
     found = [problem for step in steps for problem in _of_step(step, verify)]
     if every is not None:
         found += _missing(steps, every)

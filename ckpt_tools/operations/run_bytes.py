@@ -10,12 +10,11 @@ from typing import Any
 
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.naming import is_optimizer_state, is_other_state
-from ckpt_tools.errors import NotACheckpointError, printable
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.manifest import Manifest, SealedTensor
 from ckpt_tools.publish.retention_rules import Retention
-from ckpt_tools.publish.steps import Step, list_all
+from ckpt_tools.publish.steps import Step, list_all, no_steps
 from ckpt_tools.transfer.options import Path_
 
 WEIGHTS, OTHER = "weights", "other"
@@ -101,7 +100,7 @@ def du(root: Path_, *, storage_options: Mapping[str, Any] | None = None) -> list
     """
     steps, _ = list_all(open_root(root, storage_options))
     if not steps:
-        raise NotACheckpointError(f"no steps in {printable(str(root))}")
+        raise no_steps(str(root))
     full = [step for step in steps if step.counts and not step.thinned]
     stays = Retention(last=1).reasons(full, dt.datetime.now(dt.UTC)) if full else {}
     return [_of_step(step, str(step.path) in stays) for step in steps]

@@ -18,7 +18,6 @@ from ckpt_tools.core.naming import find_optimizers, is_other_state, key_path
 from ckpt_tools.core.selection import check_globs, keep, matcher, refuse_unread
 from ckpt_tools.errors import (
     CheckpointError,
-    NotACheckpointError,
     PlanError,
     StorageError,
     printable,
@@ -33,7 +32,7 @@ from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.reasons_to_stay import reason_to_stay
 from ckpt_tools.publish.retention_rules import Retention, newest_finite
 from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.steps import Step, damage, list_steps
+from ckpt_tools.publish.steps import Step, damage, list_steps, no_steps
 from ckpt_tools.storage import open_store, read
 from ckpt_tools.transfer.options import Options, Path_, Reading
 from ckpt_tools.transfer.transfer import TransferRequest, transfer
@@ -122,7 +121,7 @@ def thin(
         dtype_by_name(dtype)
     where = open_root(root, options.get("storage_options"))
     if not list_steps(where):  # a claim would make the directory
-        raise NotACheckpointError(f"no steps in {printable(str(root))}")
+        raise no_steps(str(root))
     lock = None if dry_run else where.claim()
     try:
         if not dry_run:

@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ckpt_tools.errors import NotACheckpointError, PlanError, printable
+from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.steps import Step, list_steps
+from ckpt_tools.publish.steps import Step, list_steps, no_steps
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
@@ -153,7 +153,7 @@ def refuse_unknown_metric(root: RunRoot, metric: str) -> list[Step]:
     """
     steps = list_steps(root)
     if not steps:
-        raise NotACheckpointError(f"no steps in {printable(str(root.path))}")
+        raise no_steps(str(root.path))
     known = sorted({n for step in steps if step.manifest for n in step.manifest.metrics})
     if metric not in known:
         raise PlanError(

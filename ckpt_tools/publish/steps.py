@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.errors import CheckpointError, StorageError, printable
+from ckpt_tools.errors import CheckpointError, NotACheckpointError, StorageError, printable
 from ckpt_tools.formats.base import MANIFEST, PIN, note_of
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.registry import INDEXES, check_metadata, detect_in
@@ -534,3 +534,11 @@ def number_of(path: str | os.PathLike[str], options: Mapping[str, Any] | None = 
     if manifest is not None and manifest.step is not None:
         return manifest.step
     return number_in(os.path.basename(os.fspath(path).rstrip("/"))) or 0
+
+
+def no_steps(root: str) -> NotACheckpointError:
+    """Returns the error of a command for runs that was given something else."""
+    return NotACheckpointError(
+        f"no steps in {printable(root)}",
+        hint="give the directory of a run, in which the steps lie: RUN, not RUN/step-00000100",
+    )
