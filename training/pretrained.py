@@ -60,6 +60,8 @@ def adapt(model: nn.Module, lora: Lora) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ConfigError("lora.rank needs PEFT: pip install peft") from error
+    if _ALL in lora.targets and len(lora.targets) > 1:
+        raise ConfigError(f"lora.targets: {_ALL!r} stands alone, without names beside it")
     settings = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -73,10 +75,7 @@ def adapt(model: nn.Module, lora: Lora) -> nn.Module:
     except ValueError as error:
         raise ConfigError(f"lora.targets: {_first_line(error)}") from error
     if idle := [t for t in lora.targets if t != _ALL and not _is_adapted(adapted, t)]:
-        raise ConfigError(
-            f"lora.targets: no linear layer is called {idle[0]!r}"
-            + f", and {_ALL!r} stands alone" * (_ALL in lora.targets)
-        )
+        raise ConfigError(f"lora.targets: no linear layer is called {idle[0]!r}")
     for name, _ in adapted.named_parameters():
         if "lora_embedding" in name:
             raise ConfigError(

@@ -150,3 +150,14 @@ def test_what_adapters_cannot_do_is_said(model: Path) -> None:
     assert 'lora.rank needs fsdp.api = "fsdp2"' in run(
         1, *given, "lora.rank=4", "fsdp.api=fsdp1", status=2
     )
+
+
+def test_targets_that_are_nowhere_are_refused(model: Path, tmp_path: Path) -> None:
+    tokens = f"data.train={model}/tokens.npy"
+    given = (f"model.path={model}", tokens, "lora.rank=2", f"run.dir={tmp_path}/run")
+    for targets, message in (
+        ("q_proj,nonsense", "lora.targets: no linear layer is called 'nonsense'"),
+        ("all-linear,q_proj", "lora.targets: 'all-linear' stands alone"),
+    ):
+        said = run(1, *given, f"lora.targets={targets}", status=2)
+        assert message in said, said

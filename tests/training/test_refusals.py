@@ -210,19 +210,6 @@ def test_keys_of_accelerate_that_contradict_each_other(tmp_path: Path) -> None:
     assert any("fsdp_transformer_layer_cls_to_wrap" in note for note in unused.notes)
 
 
-def test_targets_of_adapters_that_are_nowhere(tmp_path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    pytest.importorskip("peft")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 256}
-    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(tmp_path / "m")
-    options = [f"model.path={tmp_path}/m", "data.train=x", "lora.rank=2"]
-    with pytest.raises(ConfigError, match="no linear layer is called 'nonsense'"):
-        make(resolve(None, [*options, "lora.targets=q_proj,nonsense"]))
-    make(resolve(None, [*options, "lora.targets=q_proj,v_proj"]))
-
-
 def test_weights_of_other_shapes_are_refused(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
