@@ -205,7 +205,7 @@ KEYS: dict[str, Key] = {
     "fsdp_config.fsdp_sync_module_states": Key("fsdp1.sync_module_states", _truth),
     "fsdp_config.fsdp_limit_all_gathers": Key("fsdp1.limit_all_gathers", _truth),
     "fsdp_config.fsdp_cpu_ram_efficient_loading": Key(
-        reason="each rank reads its shards from the files, and holds no whole model"
+        reason="each rank reads its shards of model.path from the files"
     ),
     "fsdp_config.fsdp_state_dict_type": Key(
         reason="checkpoints are always sharded; `ckpt merge` makes the full one"
@@ -372,7 +372,12 @@ def _settle(mapped: Mapped) -> None:
         fsdp["strategy"] = both if fsdp.get("shard_size", 1) > 1 else "NO_SHARD"
         mapped.notes.append(
             f"parallelism_config_dp_replicate_size = {replicas} makes fsdp.strategy ="
-            f" {fsdp['strategy']}: the number of copies is that of the ranks by fsdp.shard_size"
+            f" {fsdp['strategy']}: there are as many copies as ranks divided by fsdp.shard_size"
         )
-    if not str(fsdp.get("strategy", "")).startswith("HYBRID"):
-        fsdp.pop("shard_size", None)
+    if not str(fsdp.get("strategy", "")).startswith("HYBRID") and (
+        size := fsdp.pop("shard_size", None)
+    ):
+        mapped.notes.append(
+            f"parallelism_config_dp_shard_size = {size} changes nothing: all ranks share the"
+            " parameters, unless parallelism_config_dp_replicate_size is above 1"
+        )

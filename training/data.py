@@ -429,7 +429,7 @@ def prepare(
 
 
 def _refuse_examples_as_text(file: Path) -> None:
-    """Refuses a file of examples that is not named `.jsonl`: it would be read as a text.
+    """Refuses a file of examples that is not named `.jsonl`: it would be read as text.
 
     Raises:
         ConfigError: its first line is an example.

@@ -74,7 +74,7 @@ def adapt(model: nn.Module, lora: Lora) -> nn.Module:
         adapted: nn.Module = get_peft_model(model, settings, autocast_adapter_dtype=False)
     except ValueError as error:
         raise ConfigError(f"lora.targets: {_first_line(error)}") from error
-    if idle := [t for t in lora.targets if t != _ALL and not _is_adapted(adapted, t)]:
+    if idle := [t for t in lora.targets if t != _ALL and not _has_adapter(adapted, t)]:
         raise ConfigError(f"lora.targets: no linear layer is called {idle[0]!r}")
     for name, _ in adapted.named_parameters():
         if "lora_embedding" in name:
@@ -85,7 +85,7 @@ def adapt(model: nn.Module, lora: Lora) -> nn.Module:
     return adapted
 
 
-def _is_adapted(model: nn.Module, target: str) -> bool:
+def _has_adapter(model: nn.Module, target: str) -> bool:
     """Tells whether a module of that name, or with a path that ends in it, has an adapter."""
     paths = {
         name.partition(".lora_A.")[0] for name, _ in model.named_modules() if ".lora_A." in name

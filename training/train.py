@@ -228,7 +228,7 @@ def _mean_loss(everyone: list[list[float]]) -> float:
 def _check_buffers(job: Job) -> None:
     """Refuses to save buffers that a factory's module has changed differently on each rank.
 
-    Only rank 0's would be saved, and a resume would go on with them.
+    Only rank 0's would be saved, and a resume would continue from them.
 
     Raises:
         ConfigError: with the name of the first such buffer.

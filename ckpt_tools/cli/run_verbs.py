@@ -278,7 +278,7 @@ def _on_unmeasured(root: str, storage_option: list[str] | None) -> str:
     number = sum(step.manifest is not None and not step.manifest.has_statistics for step in steps)
     if not number:
         return ""
-    return f"; {count(number, 'step')} without statistics, of which NaN is not known"
+    return f"; {count(number, 'step')} without statistics: NaN in them would not be seen"
 
 
 def check(

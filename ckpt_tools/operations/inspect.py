@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -134,7 +134,7 @@ def inspect(
         by_dtype,
         by_key,
         states,
-        _files(catalog),
+        _files(catalog, tied),
         source.store.traffic,
     )
 
@@ -164,9 +164,8 @@ def _add(
     )
 
 
-def _files(catalog: Catalog) -> list[FileReport]:
+def _files(catalog: Catalog, tied: Collection[str]) -> list[FileReport]:
     counts, payloads, objects = (dict.fromkeys(catalog.file_sizes, 0) for _ in range(3))
-    tied = other_names(catalog)
     for fqn, entry in catalog.tensors.items():
         for file, (num_chunks, nbytes) in nbytes_by_file(entry).items():
             if file in counts and fqn not in tied:

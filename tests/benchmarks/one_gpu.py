@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from saving import fsync_all
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -174,15 +175,6 @@ def train(args: argparse.Namespace, folder: Path) -> None:
             for path in folder.glob("step-*"):
                 shutil.rmtree(path)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fsync_all(folder: Path) -> None:
-    """Makes durable what a peer has written; for ours, this does nothing."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            os.fsync(fd)
-            os.close(fd)
 
 
 def resume(args: argparse.Namespace, folder: Path) -> None:
