@@ -6,14 +6,15 @@ Every key is converted, ignored for a reason, or refused. The table `KEYS` has a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from training.config import ConfigError
+from training.config import ConfigError, Strategy
 
-_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_STRATEGIES = get_args(Strategy)
 _WRAPS = {"TRANSFORMER_BASED_WRAP": "layers", "SIZE_BASED_WRAP": "size", "NO_WRAP": "none"}
 _TYPES = {"no": "", "fp32": "", "bf16": "bfloat16"}
 
@@ -32,7 +33,7 @@ class Key:
 
     Attributes:
         to: our key, `table.key`; empty if nothing is set.
-        convert: converts their value to ours, given the version of FSDP.
+        convert: converts their value to ours.
         reason: why it is not needed here. A reason that begins with "refused" makes any value
             outside of `fine` an error. With `to`, a key that only `_settle` reads, it is what the
             key does.
@@ -40,47 +41,35 @@ class Key:
     """
 
     to: str = ""
-    convert: Callable[[Any, int], Any] | None = None
+    convert: Callable[[Any], Any] | None = None
     reason: str = ""
     fine: tuple[Any, ...] = ()
 
 
-def _strategy(value: Any, version: int) -> str:
-    del version
+def _strategy(value: Any) -> str:
     text = str(value).upper()
     if text.isdigit() and 1 <= int(text) <= len(_STRATEGIES):
         return _STRATEGIES[int(text) - 1]
     return text
 
 
-def _reshard(value: Any, version: int) -> str:
-    """Returns the strategy. FSDP1 gives its name; FSDP2 says whether forward frees parameters."""
-    if version == 1:
-        return _strategy(value, version)
-    return "FULL_SHARD" if _truth(value) else "SHARD_GRAD_OP"
-
-
-def _truth(value: Any, version: int = 2) -> bool:
-    del version
+def _truth(value: Any) -> bool:
     if isinstance(value, bool) or str(value).lower() in ("true", "false", "0", "1", "yes", "no"):
         return str(value).lower() in ("true", "1", "yes")
     raise ConfigError(f"expected true or false, got {value!r}")
 
 
-def _prefetch(value: Any, version: int) -> str:
-    del version
+def _prefetch(value: Any) -> str:
     return {"1": "BACKWARD_PRE", "2": "BACKWARD_POST"}.get(str(value), str(value).upper())
 
 
-def _wrap(value: Any, version: int) -> str:
-    del version
+def _wrap(value: Any) -> str:
     if str(value).upper() not in _WRAPS:
         raise ConfigError(f"{value!r}: allowed are {', '.join(_WRAPS)}")
     return _WRAPS[str(value).upper()]
 
 
-def _precision(value: Any, version: int) -> str:
-    del version
+def _precision(value: Any) -> str:
     if value is False:  # YAML reads an unquoted no so
         return ""
     if str(value).lower() not in _TYPES:
@@ -91,24 +80,20 @@ def _precision(value: Any, version: int) -> str:
     return _TYPES[str(value).lower()]
 
 
-def _whole(value: Any, version: int) -> int:
-    del version
+def _whole(value: Any) -> int:
     if not str(value).isdecimal() or isinstance(value, bool):
         raise ConfigError(f"expected a whole number, got {value!r}")
     return int(value)
 
 
-def _names(value: Any, version: int) -> list[str]:
-    del version
-    return (
-        [str(v) for v in value]
-        if isinstance(value, list)
-        else [part.strip() for part in str(value).split(",") if part.strip()]
-    )
+def _names(value: Any) -> list[str]:
+    parts = value if isinstance(value, list) else str(value).split(",")
+    return [text for part in parts if (text := str(part).strip())]
 
 
 _LAUNCH = "the launcher's business: give it to torchrun"
 _TPU = "refused: for TPUs"
+_PARALLEL = "parallelism_config.parallelism_config"
 
 KEYS: dict[str, Key] = {
     "compute_environment": Key(
@@ -148,7 +133,7 @@ KEYS: dict[str, Key] = {
     "dynamo_config.dynamo_backend": Key(
         # YAML reads an unquoted no as false
         "compute.compile_backend",
-        lambda value, _: "no" if value is False else str(value).lower(),
+        lambda value: "no" if value is False else str(value).lower(),
     ),
     "dynamo_config.dynamo_mode": Key(
         reason="refused: blocks are compiled in torch's default mode", fine=("default", None)
@@ -162,38 +147,27 @@ KEYS: dict[str, Key] = {
     "dynamo_config.dynamo_use_regional_compilation": Key(
         reason="blocks are always compiled one by one"
     ),
-    "parallelism_config.parallelism_config_dp_replicate_size": Key(
+    f"{_PARALLEL}_dp_replicate_size": Key(
         "fsdp.num_replicas", _whole, "above 1: `fsdp.strategy` is HYBRID_SHARD*, or NO_SHARD"
     ),
-    "parallelism_config.parallelism_config_dp_shard_size": Key("fsdp.shard_size", _whole),
-    "parallelism_config.parallelism_config_tp_size": Key("fsdp.tensor_parallel", _whole),
+    f"{_PARALLEL}_dp_shard_size": Key("fsdp.shard_size", _whole),
+    f"{_PARALLEL}_tp_size": Key("fsdp.tensor_parallel", _whole),
     **{
-        f"parallelism_config.parallelism_config_{name}_size": Key(
+        f"{_PARALLEL}_{what[0]}p_size": Key(
             reason=f"refused: no {what} parallelism here", fine=(1, None)
         )
-        for name, what in (
-            ("cp", "context"),
-            ("sp", "sequence"),
-            ("pp", "pipeline"),
-            ("ep", "expert"),
-        )
+        for what in ("context", "sequence", "pipeline", "expert")
     },
     **{
-        f"parallelism_config.parallelism_config_{name}": Key(
-            reason="belongs to what is refused above"
-        )
+        f"{_PARALLEL}_{name}": Key(reason="belongs to what is refused above")
         for name in (
-            "cp_backend",
-            "cp_comm_strategy",
-            "sp_backend",
-            "sp_seq_length",
-            "sp_seq_length_is_variable",
-            "sp_attn_implementation",
+            *("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length"),
+            *("sp_seq_length_is_variable", "sp_attn_implementation"),
         )
     },
-    "fsdp_config.fsdp_version": Key("fsdp.api", lambda value, _: f"fsdp{_whole(value, 1)}"),
+    "fsdp_config.fsdp_version": Key("fsdp.api", lambda value: f"fsdp{_whole(value)}"),
     "fsdp_config.fsdp_sharding_strategy": Key("fsdp.strategy", _strategy),
-    "fsdp_config.fsdp_reshard_after_forward": Key("fsdp.strategy", _reshard),
+    "fsdp_config.fsdp_reshard_after_forward": Key("fsdp.strategy", _strategy),
     "fsdp_config.fsdp_auto_wrap_policy": Key("fsdp.wrap", _wrap),
     "fsdp_config.fsdp_transformer_layer_cls_to_wrap": Key("fsdp.wrap_classes", _names),
     "fsdp_config.fsdp_min_num_params": Key("fsdp.min_num_params", _whole),
@@ -211,40 +185,13 @@ KEYS: dict[str, Key] = {
         reason="checkpoints are always sharded; `ckpt merge` makes the full one"
     ),
     "fsdp_config.fsdp_activation_checkpointing": Key(
-        "compute.checkpoint_every", lambda value, _: int(_truth(value))
+        "compute.checkpoint_every", lambda value: int(_truth(value))
     ),
     "fsdp_config.fsdp_activation_checkpointing_offload": Key(
         reason="refused: activations are not offloaded here", fine=(False,)
     ),
     "fsdp_config.fsdp_ignored_modules": Key(
         reason="refused: every parameter is sharded", fine=(None, "")
-    ),
-}
-
-
-_SPELLINGS = {  # of guides, of older releases, and of transformers' `fsdp_config`
-    **{
-        spelling: f"Accelerate calls it fsdp_config.{name} now"
-        for spelling, name in {
-            "fsdp_wrap_policy": "fsdp_auto_wrap_policy",
-            "auto_wrap_policy": "fsdp_auto_wrap_policy",
-            "min_num_param": "fsdp_min_num_params",
-            "min_num_params": "fsdp_min_num_params",
-            "fsdp_min_num_param": "fsdp_min_num_params",
-            "transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
-            "backward_prefetch": "fsdp_backward_prefetch",
-            "forward_prefetch": "fsdp_forward_prefetch",
-            "sync_module_states": "fsdp_sync_module_states",
-            "use_orig_params": "fsdp_use_orig_params",
-            "limit_all_gathers": "fsdp_limit_all_gathers",
-            "activation_checkpointing": "fsdp_activation_checkpointing",
-            "cpu_ram_efficient_loading": "fsdp_cpu_ram_efficient_loading",
-            "state_dict_type": "fsdp_state_dict_type",
-            "version": "fsdp_version",
-        }.items()
-    },
-    **dict.fromkeys(
-        ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt"), "refused: for TPUs"
     ),
 }
 
@@ -301,27 +248,20 @@ def table() -> str:
     return "\n".join(rows)
 
 
-def _flatten(given: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Returns the keys of the file, with keys of inner tables as `table.key`."""
-    flat: list[tuple[str, Any]] = []
+def _flatten(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the keys of the file, with keys of inner tables as `table.key`."""
     for key, value in given.items():
-        if (
-            isinstance(value, Mapping)
-            and value
-            and key in ("fsdp_config", "dynamo_config", "parallelism_config")
-        ):
-            flat += [(f"{key}.{inner}", v) for inner, v in value.items()]
-        elif not (isinstance(value, Mapping) and not value):
-            flat.append((str(key), value))
-    return flat
+        is_table = key in ("fsdp_config", "dynamo_config", "parallelism_config")
+        if is_table and isinstance(value, Mapping):
+            yield from ((f"{key}.{inner}", v) for inner, v in value.items())
+        elif value != {}:
+            yield str(key), value
 
 
 def _map(name: str, value: Any, version: int, mapped: Mapped) -> None:
     key = KEYS.get(name)
-    if key is None and name.rpartition(".")[2] in _SPELLINGS:
-        raise ConfigError(_SPELLINGS[name.rpartition(".")[2]])
     if key is None:
-        raise ConfigError("unknown key: neither Accelerate 1.15 nor this program knows it")
+        raise ConfigError(_answer(name.rpartition(".")[2]))
     if not key.to:
         if key.reason.startswith("refused") and value not in key.fine:
             raise ConfigError(f"{value!r} is {key.reason}")
@@ -334,12 +274,24 @@ def _map(name: str, value: Any, version: int, mapped: Mapped) -> None:
         return
     if value is None:
         return
-    converted = key.convert(value, version) if key.convert else value
+    if ours == "strategy" and name.endswith("reshard_after_forward") and version == 2:
+        value = "FULL_SHARD" if _truth(value) else "SHARD_GRAD_OP"
+    converted = key.convert(value) if key.convert else value
     known = mapped.tables.setdefault(table, {}).setdefault(ours, converted)
     if known != converted:
         raise ConfigError(
             f"{value!r} contradicts an earlier key of the file: leave one of them out"
         )
+
+
+def _answer(name: str) -> str:
+    """Returns what to say of an unknown key: guides and older releases have other spellings."""
+    if name.startswith("xla"):
+        return _TPU
+    known = [key.rpartition(".")[2] for key in KEYS if key.startswith("fsdp_config.")]
+    if near := get_close_matches(f"fsdp_{name.removeprefix('fsdp_')}", known, 1, 0.85):
+        return f"Accelerate calls it fsdp_config.{near[0]} now"
+    return "unknown key: neither Accelerate 1.15 nor this program knows it"
 
 
 def _settle(mapped: Mapped) -> None:

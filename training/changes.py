@@ -1,14 +1,14 @@
 """Handles changes between a checkpoint and the run that resumes from it.
 
 Changed hyperparameters are applied, and other data is refused. A checkpoint contains the
-configuration and the identity of the data. Every difference that matters is printed.
+configuration and the identity of the data. Every difference that matters is told.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ import torch
 
 import ckpt_tools
 from ckpt_tools import CheckpointError, CheckpointManager
-from training import config as configuration
 from training import model as models
-from training.config import Config, ConfigError
+from training.config import Config, ConfigError, parse, resolve
 
 _QUIET = (
     "run.dir",
@@ -41,36 +40,32 @@ _FIXED = (
 )
 
 
-def differences(before: Config, now: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yields the keys in which two configurations differ, with both values."""
-    for table in fields(before):
-        old, new = getattr(before, table.name), getattr(now, table.name)
-        for field in fields(old):
-            a, b = getattr(old, field.name), getattr(new, field.name)
-            if a != b:
-                yield f"{table.name}.{field.name}", a, b
+def config_of(state: Mapping[str, Any]) -> Config:
+    """Returns the configuration in the state of a checkpoint."""
+    return parse(state["config"], "the checkpoint's configuration")
 
 
-def notes_on(stored: str, now: Config) -> list[str]:
+def notes_on(before: Config, now: Config) -> list[str]:
     """Returns a line for each key that changed since a checkpoint and matters to the training.
-
-    Args:
-        stored: the configuration in the checkpoint, as TOML.
-        now: this run's configuration.
 
     Raises:
         ConfigError: a changed key must not change within a run.
     """
-    notes, before = [], configuration.parse(stored, "the checkpoint's configuration")
     check_model(before, now)
-    for key, a, b in differences(before, now):
-        if key in _FIXED:
-            raise ConfigError(
-                f"{key} = {b!r}, and the run that is resumed has {a!r}: it cannot change within"
-                " a run"
-            )
-        if not key.startswith(_QUIET):
-            notes.append(f"changed since the checkpoint: {key} = {b!r}, was {a!r}")
+    notes = []
+    for table, values in now:
+        old = getattr(before, table)
+        for key, value in values:
+            name, was = f"{table}.{key}", getattr(old, key)
+            if value != was and name in _FIXED:
+                raise ConfigError(_unlike(name, value, was, "it cannot change within a run"))
+            if value != was and not name.startswith(_QUIET):
+                notes.append(f"changed since the checkpoint: {name} = {value!r}, was {was!r}")
+    if now.run.epochs and now.data.batch_size != before.data.batch_size:
+        raise ConfigError(
+            "run.epochs with another data.batch_size than the checkpoint's: the steps so far saw"
+            " another number of sequences; give run.steps"
+        )
     return notes
 
 
@@ -82,109 +77,100 @@ def check_model(before: Config, now: Config, hint: str = "") -> None:
     Raises:
         ConfigError: a size differs; the message names the first one.
     """
-    for key in ("factory", "dtype"):
-        old, new = getattr(before.model, key), getattr(now.model, key)
-        if old != new:
-            raise ConfigError(
-                f"model.{key} = {new!r}, and the run that is resumed has {old!r}: it is another"
-                f" model{hint}"
-            )
+    old, new = ({"factory": one.model.factory, "dtype": one.model.dtype} for one in (before, now))
     if bool(before.model.path) != bool(now.model.path):
-        raise ConfigError(
-            f"model.path = {now.model.path!r}, and the run that is resumed has"
-            f" {before.model.path!r}: it is another model{hint}"
-        )
-    if now.model.path or now.model.factory:
-        return
-    a, b = asdict(models.sizes_of(before.model)), asdict(models.sizes_of(now.model))
-    for key in (key for key in a if a[key] != b[key]):
-        raise ConfigError(
-            f"model.{key} = {b[key]!r}, and the run that is resumed has {a[key]!r}: it is another"
-            f" model{hint}"
-        )
+        old["path"], new["path"] = before.model.path, now.model.path
+    elif old == new and not (now.model.path or now.model.factory):
+        old, new = asdict(models.sizes_of(before)), asdict(models.sizes_of(now))
+    for key in (key for key in old if old[key] != new[key]):
+        raise ConfigError(_unlike(f"model.{key}", new[key], old[key], f"it is another model{hint}"))
 
 
-def check_description(
-    stored: Mapping[str, Any] | None, now: Mapping[str, Any], may_change: bool
-) -> list[str]:
-    """Compares the `config.json` of a checkpoint's model with this run's, and returns remarks.
+def _unlike(key: str, now: Any, was: Any, text: str) -> str:
+    return f"{key} = {now!r}, and the run that is resumed has {was!r}: {text}"
+
+
+def check_same(stored: Mapping[str, Any], now: Mapping[str, Any], config: Config) -> list[str]:
+    """Compares the data and the model of a checkpoint with this run's, and returns remarks.
 
     Args:
-        stored: the checkpoint's values; None if an older program saved it.
-        now: this run's values. A key that only one of both has is ignored, because each release of
-            transformers has other keys.
-        may_change: accept other values, with a remark.
+        stored: the checkpoint's `train_state`. One of an older program has fewer keys.
+        now: this run's.
+        config: tells which of them may change, with a remark.
 
     Raises:
-        ConfigError: they differ. Shapes may be equal although the model computes something else.
+        ConfigError: they differ, and may not.
     """
-    if stored is None:
-        return ["the checkpoint does not tell which config.json its model had"] if now else []
-    changed = [key for key in now if key in stored and stored[key] != now[key]]
-    texts = [
-        f"{key} = {now[key]!r} in the config.json of model.path, and the checkpoint was trained"
-        f" with {stored[key]!r}"
-        for key in changed
-    ]
-    if texts and not may_change:
-        raise ConfigError(f"{texts[0]}: give the same model, or set model.may_change = true")
-    return texts
+    model, data = config.model.may_change, config.data.may_change
+    notes = []
+    if stored.get("source", now.get("source")) != now.get("source"):
+        notes.append(f"the file of {config.model.factory} has changed since the checkpoint")
+    weights = stored.get("base", ""), now.get("base", "")
+    if weights[0] != weights[1]:
+        text = f"the adapters were trained on other weights than those in model.path {weights}"
+        notes += _if_allowed(text, "model.may_change", model)
+    for text in _unlike_models(stored.get("model"), now["model"]):
+        notes += _if_allowed(text, "model.may_change", model or "model" not in stored)
+    if text := _unlike_data(stored.get("data"), now["data"]):
+        notes += _if_allowed(text, "data.may_change", data or "data" not in stored)
+    return notes
 
 
-def check_base(stored: str, now: str, may_change: bool) -> list[str]:
-    """Compares the weights below a checkpoint's adapters with this run's, and returns remarks.
-
-    Args:
-        stored, now: fingerprints; "" without adapters.
-        may_change: accept other weights, with a remark.
-
-    Raises:
-        ConfigError: they differ.
-    """
-    if stored == now:
-        return []
-    text = f"the adapters were trained on other weights than those in model.path ({stored}, {now})"
-    if not may_change:
-        raise ConfigError(f"{text}: give the same model, or set model.may_change = true")
+def _if_allowed(text: str, key: str, is_allowed: bool) -> list[str]:
+    """Returns a change as a remark."""
+    if not is_allowed:
+        raise ConfigError(f"{text}: give the same {key.partition('.')[0]}, or set {key} = true")
     return [text]
 
 
-def tensor_parallel(stored: str) -> int:
-    """Returns the number of ranks in a tensor group of the job that saved."""
-    return configuration.parse(stored, "the checkpoint's configuration").fsdp.tensor_parallel
+def _unlike_models(stored: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
+    """Returns how the `config.json` of two models differ.
+
+    Shapes may be equal although the models compute something else. A key that only one of both has
+    is ignored, because each release of transformers has other keys.
+    """
+    if stored is None:
+        return ["the checkpoint does not tell which config.json its model had"] if now else []
+    return [
+        f"{key} = {now[key]!r} in the config.json of model.path, and the checkpoint was trained"
+        f" with {stored[key]!r}"
+        for key in now
+        if key in stored and stored[key] != now[key]
+    ]
 
 
-def batch_size(stored: str) -> int:
-    """Returns the sequences of one step in the job that saved."""
-    return configuration.parse(stored, "the checkpoint's configuration").data.batch_size
-
-
-def apply_optim(
-    now: Config, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR
-) -> None:
-    """Applies this run's hyperparameters to a loaded optimizer and its schedule."""
-    optim = now.optim
-    groups = optimizer.param_groups
-    decays = [optim.weight_decay] if len(groups) == 1 else [optim.weight_decay, 0.0]
-    for group, factor, decay in zip(groups, scheduler.lr_lambdas, decays, strict=True):
-        group["initial_lr"], group["betas"] = optim.lr, (optim.beta1, optim.beta2)
-        group["lr"] = optim.lr * factor(scheduler.last_epoch)
-        group |= {"eps": optim.eps, "weight_decay": decay}
-        is_auto = optim.implementation == "auto"
-        group |= {
-            kind: None if is_auto else optim.implementation == kind for kind in ("fused", "foreach")
-        }
-    scheduler.base_lrs = [optim.lr] * len(optimizer.param_groups)
-    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+def _unlike_data(stored: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
+    """Returns how two identities of data differ; "" for the same tokens, also in another file."""
+    if stored is None:
+        return "the checkpoint does not tell which data it was trained on"
+    if stored["fingerprint"] == now["fingerprint"]:
+        return ""
+    # the part of a fingerprint that does not depend on the division into rows
+    digests = {str(data["fingerprint"]).partition("-")[0] for data in (stored, now)}
+    if len(digests) == 1:
+        return "data.seq_len or data.packing was changed, so the examples are in other rows"
+    was, is_now = (
+        f"{data['name']} ({data['tokens']:,}"
+        f" {'rows' if data.get('tokenizer') == 'rows' else 'tokens'}, fingerprint"
+        f" {data['fingerprint']})"
+        for data in (stored, now)
+    )
+    return f"the checkpoint was trained on {was}, and data.train is {is_now}"
 
 
 @contextlib.contextmanager
-def explaining_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Names `optim.decay` where a checkpoint's optimizer has another number of groups.
+def keeping_hyperparameters(
+    optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR
+) -> Iterator[None]:
+    """Applies this run's hyperparameters to what the block loads from a checkpoint.
 
     Raises:
-        ConfigError: it has one group and this run's optimizer two, or the other way round.
+        ConfigError: the checkpoint has another number of groups of parameters.
     """
+    own = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
     try:
         yield
     except CheckpointError as error:
@@ -192,47 +178,14 @@ def explaining_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             raise
         raise ConfigError(
             "optim.decay, or fsdp1.use_orig_params, was changed: this run's optimizer has"
-            f" {len(optimizer.param_groups)} groups of parameters, and the checkpoint's another"
-            " number; set both as they were"
+            f" {len(own)} groups of parameters, and the checkpoint's another number; set both"
+            " as they were"
         ) from error
-
-
-def check_data(
-    stored: Mapping[str, Any] | None, now: Mapping[str, Any], may_change: bool
-) -> list[str]:
-    """Compares the data of a checkpoint with this run's, and returns remarks.
-
-    Args:
-        stored: the identity of the data; None if an older program saved it.
-        now: the identity of this run's data.
-        may_change: accept other data, with a remark.
-
-    Raises:
-        ConfigError: they differ.
-    """
-    if stored is None:
-        return ["the checkpoint does not tell which data it was trained on"]
-    if stored == now:
-        return []
-    was, is_now = (
-        f"{data['name']} ({data['tokens']:,}"
-        f" {'rows' if data.get('tokenizer') == 'rows' else 'tokens'}, fingerprint"
-        f" {data['fingerprint']})"
-        for data in (stored, now)
-    )
-    text = f"the checkpoint was trained on {was}, and data.train is {is_now}"
-    if stored["fingerprint"] == now["fingerprint"]:
-        return []  # the same tokens in another file
-    if _digest_of(stored) == _digest_of(now):
-        text = "data.seq_len or data.packing was changed, so the examples are in other rows"
-    if not may_change:
-        raise ConfigError(f"{text}: give the same data, or set data.may_change = true")
-    return [text]
-
-
-def _digest_of(data: Mapping[str, Any]) -> str:
-    """Returns the part of a fingerprint that does not depend on the division into rows."""
-    return str(data["fingerprint"]).partition("-")[0]
+    groups = optimizer.param_groups  # the load has made new ones
+    for group, values, factor in zip(groups, own, scheduler.lr_lambdas, strict=True):
+        group.update(values, lr=values["initial_lr"] * factor(scheduler.last_epoch))
+    scheduler.base_lrs = [group["initial_lr"] for group in groups]
+    scheduler._last_lr = [group["lr"] for group in groups]
 
 
 def start_of(config: Config, checkpoints: CheckpointManager) -> str | None:
@@ -240,40 +193,30 @@ def start_of(config: Config, checkpoints: CheckpointManager) -> str | None:
 
     It is None if this run began from `run.resume_from` and already has steps of its own.
     """
-    newest = checkpoints.latest() if config.run.resume_from else None
+    start = config.run.resume_from
+    newest = checkpoints.latest() if start else None
     if newest is not None:
         stored: dict[str, Any] = {"config": ""}
         with contextlib.suppress(CheckpointError, ConfigError):  # a checkpoint of another program
             ckpt_tools.load(newest.path, stored)
-            if (
-                configuration.parse(stored["config"], str(newest.path)).run.resume_from
-                == config.run.resume_from
-            ):
+            if config_of(stored).run.resume_from == start:
                 return None
-    return config.run.resume_from or None
+    return start or None
 
 
-def check_directory(config: Config, directory: Path) -> None:
+def check_directory(config: Config) -> None:
     """Refuses to continue in the directory of another model.
 
     Without this check, the user would only see a table of shapes.
     """
-    steps = config.checkpoint.dir or directory  # of a URL, it is not known here
-    if (
-        config.run.resume_from
-        or not list(Path(steps).glob("step-*"))
-        or not (directory / "config.toml").exists()
-    ):
+    file = Path(config.run.dir) / "config.toml"
+    steps = config.checkpoint.dir or config.run.dir  # of a URL, it is not known here
+    if config.run.resume_from or not list(Path(steps).glob("step-*")) or not file.exists():
         return
-    before, hint = (
-        configuration.resolve(directory / "config.toml"),
-        f"; use {directory}/config.toml, or another run.dir",
-    )
+    before, hint = resolve(file), f"; use {file}, or another run.dir"
     check_model(before, config, hint)
     for key in ("rank", "targets"):  # they are shapes and names of the adapters
         old, new = getattr(before.lora, key), getattr(config.lora, key)
         if old != new:
-            raise ConfigError(
-                f"lora.{key} = {new!r}, and the run that is resumed has {old!r}: it cannot change"
-                f" within a run{hint}"
-            )
+            text = f"it cannot change within a run{hint}"
+            raise ConfigError(_unlike(f"lora.{key}", new, old, text))

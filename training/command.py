@@ -25,10 +25,10 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from ckpt_tools import CheckpointError
 from training import accelerate_config
-from training import config as configuration
 from training import model as models
-from training.config import Config, ConfigError
-from training.examples import DataError
+from training.batch import DataError
+from training.checks import check
+from training.config import Config, ConfigError, resolve
 from training.loss import PROMPT
 from training.metrics import plot
 from training.prove import Plan, prove
@@ -44,51 +44,23 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("config", nargs="?", help="TOML file; every key has a default")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="TABLE.KEY=VALUE",
-        help="override a key of the file; may be given several times",
-    )
-    parser.add_argument(
-        "--accelerate-config",
-        metavar="FILE",
-        help="Accelerate's FSDP configuration; the file's keys override it",
-    )
-    parser.add_argument(
-        "--print-plan", action="store_true", help="show how the model is sharded, and exit"
-    )
-    parser.add_argument(
-        "--estimate", action="store_true", help="show the memory of each strategy, and exit"
-    )
-    parser.add_argument(
-        "--budget", type=float, metavar="GIB", help="memory of one rank, for --estimate"
-    )
-    parser.add_argument(
-        "--ranks",
-        type=_positive,
-        help="number of ranks for --print-plan and --estimate; default: this job's",
-    )
-    parser.add_argument(
-        "--plot",
-        action="store_true",
-        help="draw the metrics so far to run.dir/metrics.png and .svg, and exit",
-    )
-    parser.add_argument(
-        "--logits",
-        type=Path,
-        metavar="FILE",
-        help="at the end, write the logits of a fixed prompt, [1, T, V]",
-    )
-    parser.add_argument(
-        "--profile",
-        type=_positive,
-        default=0,
-        metavar="STEPS",
-        help="number of steps to trace to run.dir/profile",
-    )
+    add = parser.add_argument
+    add("config", nargs="?", help="TOML file; every key has a default")
+    text = "override a key of the file; may be given several times"
+    add("--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help=text)
+    text = "Accelerate's FSDP configuration; the file's keys override it"
+    add("--accelerate-config", metavar="FILE", help=text)
+    add("--print-plan", action="store_true", help="show how the model is sharded, and exit")
+    add("--estimate", action="store_true", help="show the memory of each strategy, and exit")
+    add("--budget", type=float, metavar="GIB", help="memory of one rank, for --estimate")
+    text = "number of ranks for --print-plan and --estimate; default: this job's"
+    add("--ranks", type=_positive, help=text)
+    text = "draw the metrics so far to run.dir/metrics.png and .svg, and exit"
+    add("--plot", action="store_true", help=text)
+    text = "at the end, write the logits of a fixed prompt, [1, T, V]"
+    add("--logits", type=Path, metavar="FILE", help=text)
+    text = "number of steps to trace to run.dir/profile"
+    add("--profile", type=_positive, default=0, metavar="STEPS", help=text)
     return parser.parse_args(argv)
 
 
@@ -102,44 +74,17 @@ def main() -> None:
     args = parse_args()
     try:
         rank, world_size, local = _place()
-    except ConfigError as error:
-        print(f"training: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
-    try:
-        base = (
-            accelerate_config.read(args.accelerate_config)
-            if args.accelerate_config
-            else accelerate_config.Mapped()
-        )
-        config = configuration.resolve(args.config, args.set, base.tables)
-        for note in base.notes if rank == 0 else ():
-            print(f"{args.accelerate_config}: {note}", flush=True)
-        if args.plot:
-            print("\n".join(map(str, plot(Path(config.run.dir)))))
-        elif args.print_plan or args.estimate:
-            look(
-                args,
-                config,
-                args.ranks or world_size,
-                local if not args.ranks else min(args.ranks, 8),
-            )
-        else:
-            if args.logits:
-                _check_logits(args.logits, config)
-            raise SystemExit(start(prove(config, world_size, local), args.profile, args.logits))
+        raise SystemExit(_run(args, rank, world_size, local))
     except (ConfigError, CheckpointError, OSError, ModuleNotFoundError) as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             # torchrun ends all ranks as soon as one has ended, so rank 0 prints the error first
             time.sleep(_FIRST_WORD_S)
         # a rank that is still there has an error of its own, such as a node that lacks a file
-        advice = (
-            "; pip install 'ckpt-tools[train]'" if isinstance(error, ModuleNotFoundError) else ""
-        )
-        print(
-            f"training: {f'rank {rank}: ' if rank else ''}{error}{advice}",
-            file=sys.stderr,
-            flush=True,
-        )
+        rank_of = os.environ.get("RANK", "0")
+        who = f"rank {rank_of}: " if rank_of != "0" else ""
+        is_package = isinstance(error, ModuleNotFoundError)
+        advice = "; pip install 'ckpt-tools[train]'" if is_package else ""
+        print(f"training: {who}{error}{advice}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     except LossError as error:
         if rank == 0:
@@ -147,12 +92,27 @@ def main() -> None:
         raise SystemExit(_NOT_FINITE) from None
 
 
-def _place() -> tuple[int, int, int]:
-    """Returns rank, number of ranks, and number of ranks on this machine, as torchrun sets them.
+def _run(args: argparse.Namespace, rank: int, world_size: int, local: int) -> int:
+    """Does what the command asks for; returns the exit status."""
+    base = accelerate_config.Mapped()
+    if args.accelerate_config:
+        base = accelerate_config.read(args.accelerate_config)
+    config = resolve(args.config, args.set, base.tables)
+    for note in base.notes if rank == 0 else ():
+        print(f"{args.accelerate_config}: {note}", flush=True)
+    if args.plot:
+        print("\n".join(map(str, plot(Path(config.run.dir)))))
+    elif args.print_plan or args.estimate:
+        look(args, config, args.ranks or world_size, min(args.ranks, 8) if args.ranks else local)
+    else:
+        if args.logits:
+            _check_logits(args.logits, config)
+        return start(prove(config, world_size, local), args.profile, args.logits)
+    return 0
 
-    Raises:
-        ConfigError: they contradict each other.
-    """
+
+def _place() -> tuple[int, int, int]:
+    """Returns rank, number of ranks, and number of ranks on this machine, as torchrun sets them."""
     given = [os.environ.get(name, default) for name, default in _PLACE]
     if not all(text.isdecimal() for text in given):
         raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_WORLD_SIZE are {given}: torchrun sets them")
@@ -189,7 +149,7 @@ def look(args: argparse.Namespace, config: Config, num_ranks: int, ranks_a_node:
     from training import estimate, plan
 
     if args.print_plan:
-        plan.show(config, configuration.check(config, num_ranks, ranks_a_node))
+        plan.show(config, check(config, num_ranks, ranks_a_node))
     if args.estimate:
         estimate.show(config, num_ranks, ranks_a_node, args.budget)
 
@@ -201,12 +161,8 @@ def start(plan: Plan, profile_steps: int = 0, logits: Path | None = None) -> int
     """
     is_cuda = torch.cuda.is_available()
     if "RANK" not in os.environ:  # one process, without torchrun
-        os.environ |= {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": "0",
-        }
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+        os.environ |= alone
     if is_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     store, rank, world_size = next(iter(dist.rendezvous("env://")))
@@ -220,48 +176,42 @@ def start(plan: Plan, profile_steps: int = 0, logits: Path | None = None) -> int
         _is_first(store, rank)  # the same on all ranks, or rank 0's alone; `main` prints it
         raise
     except Exception as error:  # noqa: BLE001  # every error is reported
-        is_first = _is_first(store, rank)
-        # errors of this rank alone
-        is_own = isinstance(error, (DataError, MemoryError, torch.OutOfMemoryError))
-        is_own = is_own or _is_of_files(error)
-        if is_own or "can't allocate memory" in str(error):  # torch's words on a CPU
-            print(f"training: rank {rank}: {_one_line(error)}", file=sys.stderr, flush=True)
-        elif is_first:
-            print(
-                f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}",
-                file=sys.stderr,
-                flush=True,
-            )
-            get_error_handler().record_exception(error)
-        else:
-            print(
-                f"rank {rank} stops: rank {store.get(_FAILED).decode()} failed",
-                file=sys.stderr,
-                flush=True,
-            )
+        _report(error, store, rank)
         raise SystemExit(1) from None
     finally:
         dist.destroy_process_group()
+
+
+def _report(error: Exception, store: dist.Store, rank: int) -> None:
+    """Prints an error: in one line if it is this rank's alone, else with a trace on one rank."""
+    is_first = _is_first(store, rank)
+    if text := _own_error(error):
+        text = f"training: rank {rank}: {text}"
+    elif is_first:
+        text = f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}"
+    else:
+        text = f"rank {rank} stops: rank {store.get(_FAILED).decode()} failed"
+    print(text, file=sys.stderr, flush=True)
+    if is_first and not _own_error(error):
+        get_error_handler().record_exception(error)
 
 
 _OF_FILES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
 _OF_PATHS = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
 
 
-def _is_of_files(error: BaseException) -> bool:
-    """Tells whether a full disk, or what lies at a path, is the reason."""
-    return isinstance(error, OSError) and error.errno in (*_OF_FILES, *_OF_PATHS)
-
-
-def _one_line(error: BaseException) -> str:
+def _own_error(error: Exception) -> str:
     """Returns a short text for an error that a smaller job, other data, or a disk would avoid."""
     text = " ".join(str(error).split())[:300] or type(error).__name__
-    hint = (
-        ""
-        if isinstance(error, (DataError, OSError))
-        else ": out of memory; python -m training … --estimate shows what each strategy takes"
-    )
-    return text + hint
+    is_of_files = isinstance(error, OSError) and error.errno in (*_OF_FILES, *_OF_PATHS)
+    if is_of_files or isinstance(error, DataError):
+        return text
+    # the second are torch's words on a CPU
+    is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if is_memory or "can't allocate memory" in str(error):
+        hint = "python -m training … --estimate shows what each strategy takes"
+        return f"{text}: out of memory; {hint}"
+    return ""
 
 
 def _is_first(store: dist.Store, rank: int) -> bool:

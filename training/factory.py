@@ -5,18 +5,16 @@
     data.train = "rows.safetensors"                             # `inputs` and `targets`, [N, ...]
 
 `python -m training` finds modules in the current directory. Each rank calls the function on a CPU,
-with the same random generators: for the plan, and for the values. It keeps its shards of the second
-result. Ranks compare the values that they have made. A trial with two rows finds mistakes early.
+with the same random generators: for the plan and a trial with two rows, and for the training. Ranks
+compare the values that they have made, and each keeps its shards of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import importlib
 import inspect
-import logging
 import os
 import random
 import traceback
@@ -30,13 +28,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
 from ckpt_tools.core.checksum import crc64nvme
+from training.batch import IGNORED, Batch, fingerprint
 from training.config import Config, ConfigError
-from training.examples import IGNORED, Batch, fingerprint
 
 Loss = Callable[[Any, Tensor], Tensor]
 CROSS_ENTROPY = "torch.nn.functional:cross_entropy"
@@ -85,11 +82,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _check_module(name: str, module: nn.Module) -> None:
-    """Refuses a module that would not be the same on all ranks, or lose a parameter.
-
-    Raises:
-        ConfigError: it keeps statistics of its inputs, or has a parameter in a list.
-    """
+    """Refuses a module that would not be the same on all ranks, or lose a parameter."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm) or (
         isinstance(module, _NormBase) and module.track_running_stats
     ):
@@ -110,11 +103,7 @@ def _check_module(name: str, module: nn.Module) -> None:
 
 
 def _check_parameters(model: nn.Module, config: Config) -> None:
-    """Refuses parameters that cannot be sharded or trained.
-
-    Raises:
-        ConfigError: with the name of the first one.
-    """
+    """Refuses parameters that cannot be sharded or trained."""
     named, what = list(model.named_parameters()), f"model.factory: {config.model.factory}"
     for name, parameter in named:
         if isinstance(parameter, UninitializedParameter):
@@ -247,7 +236,6 @@ class Rows:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The identity of these rows: name, number and fingerprint."""
         parts = [
             f"{tensor.dtype} {list(tensor.shape)} "
             + fingerprint(tensor.flatten().view(torch.uint8).numpy())
@@ -260,14 +248,10 @@ class Rows:
             "tokenizer": "rows",
         }
 
-    def windows(self, seq_len: int) -> int:
-        """Returns the number of rows."""
-        del seq_len
+    def __len__(self) -> int:
         return len(self.inputs)
 
-    def batch(self, numbers: Sequence[int], seq_len: int, mine: slice) -> Batch:
-        """Returns this rank's rows of a batch."""
-        del seq_len
+    def batch(self, numbers: Sequence[int], mine: slice) -> Batch:
         chosen, num_targets = torch.tensor(numbers[mine]), len(numbers)
         if are_labels(self.targets):
             num_targets = int((self.targets[torch.tensor(numbers)] != IGNORED).sum())
@@ -305,15 +289,13 @@ def open_rows(path: str, key: str, batch_size: int) -> Rows:
 # ---- a trial before ranks wait -------------------------------------------------------------------
 
 
-def check_rows(config: Config, model: nn.Module, rows: Rows, key: str) -> None:
+@torch.no_grad()
+def try_rows(model: nn.Module, config: Config, rows: Rows, key: str) -> None:
     """Calls the module and the loss with two rows, and checks the range of class labels.
 
-    The first trial has tensors without values, so it costs nothing. Some modules cannot be called
-    with these: an error counts only if a trial with values fails too, on the training device.
-
     Args:
+        model: with values, which the trial may change.
         config: with overrides of precision, nothing is tried: FSDP casts inside the module then.
-        model: on the meta device; it stays as it is.
         rows: the data of `key`.
         key: of the configuration, for messages.
 
@@ -323,36 +305,14 @@ def check_rows(config: Config, model: nn.Module, rows: Rows, key: str) -> None:
     """
     if config.precision.overrides:
         return
-    fakes = logging.getLogger("torch._subclasses.fake_tensor")  # it prints what it raises, too
-    level = fakes.level
-    try:
-        fakes.setLevel(logging.CRITICAL)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            outputs = _outputs(copy.deepcopy(model).to_empty(device="cpu"), config, rows, key)
-    except Exception:  # noqa: BLE001  # a module of the user may raise anything
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        with _seeded(config.run.seed):
-            outputs = _outputs(call(config).to(device), config, rows, key)
-    finally:
-        fakes.setLevel(level)
-    if not config.model.loss and isinstance(outputs, Tensor) and outputs.ndim > 1:
-        _check_labels(rows.targets, outputs.shape[1], key)
-
-
-@torch.no_grad()
-def _outputs(model: nn.Module, config: Config, rows: Rows, key: str) -> Any:
-    """Returns the outputs for two rows, after the loss has taken them.
-
-    Raises:
-        ConfigError: the module or the loss failed.
-    """
     dtype = getattr(torch, config.precision.param or config.model.dtype)
-    model = model.to(dtype)
-    device = next(model.parameters()).device
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = model.to(device, dtype)
     inputs, targets = rows.inputs[:2].to(device), rows.targets[:2].to(device)
     if inputs.is_floating_point():
         inputs = inputs.to(dtype)
-    with _explaining(f"model.factory = {config.model.factory!r}: {key}: it failed on", inputs):
+    what = f"model.factory = {config.model.factory!r}: {key}: it failed on"
+    with _seeded(config.run.seed), _explaining(what, inputs):
         outputs = model(inputs)
     if isinstance(outputs, Tensor):
         outputs = outputs.to(getattr(torch, config.precision.output or "float32"))
@@ -360,16 +320,13 @@ def _outputs(model: nn.Module, config: Config, rows: Rows, key: str) -> Any:
     with _explaining(f"model.loss = {name!r}: {key}: it failed on", outputs, targets):
         loss = loss_of(config)(outputs, targets)
     checked_loss(loss, name, is_training=False)
-    return outputs
+    if not config.model.loss and isinstance(outputs, Tensor) and outputs.ndim > 1:
+        _check_labels(rows.targets, outputs.shape[1], key)
 
 
 @contextlib.contextmanager
 def _explaining(what: str, *arguments: Any) -> Iterator[None]:
-    """Names the arguments of a user's function in its error, and the line that raised it.
-
-    Raises:
-        ConfigError: the function failed.
-    """
+    """Names the arguments of a user's function in its error, and the line that raised it."""
     try:
         yield
     except Exception as error:  # a function of the user may raise anything
@@ -385,11 +342,7 @@ def _explaining(what: str, *arguments: Any) -> Iterator[None]:
 
 
 def _check_labels(targets: Tensor, num_classes: int, key: str) -> None:
-    """Refuses labels that are no class. -100 stands for no label.
-
-    Raises:
-        ConfigError: with the first such row.
-    """
+    """Refuses labels that are no class. -100 stands for no label."""
     if targets.is_floating_point():  # probabilities
         return
     flat = targets.flatten(1).long() if targets.ndim > 1 else targets[:, None].long()

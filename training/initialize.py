@@ -3,15 +3,14 @@
 Each module has its own random generator. A rank draws the whole module and keeps its shard. Every
 strategy and every number of ranks therefore starts with the same values, and no rank holds more
 than one whole module. Values are drawn in a copy of the model on the meta device, because FSDP
-changes the modules of the model itself. The model of a factory is made whole, on the CPU.
+changes the modules of the model itself.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,42 +18,33 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from training.model import Use, initializer, tied
 
-
-class Values(Protocol):
-    """Whole first values of a module's own parameters."""
-
-    def of(
-        self, name: str, buffers: dict[str, Tensor], keys: Sequence[str]
-    ) -> Mapping[str, Tensor]:
-        """Returns the values of a module's parameters, and fills its buffers in place.
-
-        Args:
-            name: of the module.
-            buffers: the module's own buffers, on the device where they are kept.
-            keys: the parameters whose values are wanted.
-        """
+Place = tuple[str, str]  # a module's name, and a parameter's name in it
 
 
-def every_module(name: str) -> bool:
-    """Tells that the parameters of a module get values: those of all modules do."""
-    del name
-    return True
-
-
-class Init:
+class FirstValues:
     """Fills the modules of a model that was made on the meta device.
+
+    The values depend on the seed and the modules' names. They are those of the model's initializer.
 
     Args:
         model: before anything wraps its modules.
-        values: the first values, by module.
+        seed: of the run.
+        device: the device that draws numbers. A CPU and a GPU draw different numbers, so it does
+            not depend on where parameters are kept.
         draws: tells by a module's name whether its parameters get values. Buffers always do.
     """
 
     def __init__(
-        self, model: nn.Module, values: Values, draws: Callable[[str], bool] = every_module
+        self, model: nn.Module, seed: int, device: torch.device, draws: Callable[[str], bool]
     ) -> None:
         self.names = {id(module): name for name, module in model.named_modules()}
-        self.values, self.draws = values, draws
+        self.seed, self.device, self.draws = seed, device, draws
+        self.blank, self.fill = dict(copy.deepcopy(model).named_modules()), initializer(model)
+        is_wanted = any(draws(name) for name, own in self.blank.items() if own._parameters)
+        self.writes = dict(_writes(self.blank, self.fill)) if is_wanted else {}
+        self.writer = {
+            target: above for above, targets in self.writes.items() for target in targets
+        }
         # for each use of a tied weight: the use whose module sets its values
         self.first: dict[tuple[int, str], Use] = {}
         for uses in tied(model):
@@ -75,9 +65,8 @@ class Init:
                 use = self.first.get((id(module), name))
                 made = self.made.get(use) if use else None
                 if made is None:
-                    made = nn.Parameter(
-                        torch.empty_like(meta, device=device), requires_grad=meta.requires_grad
-                    )
+                    empty = torch.empty_like(meta, device=device)
+                    made = nn.Parameter(empty, requires_grad=meta.requires_grad)
                 if use:
                     self.made[use] = made
                 module._parameters[name] = made
@@ -92,9 +81,13 @@ class Init:
         name = self.names[id(module)]
         buffers = {key: buffer for key, buffer in module._buffers.items() if buffer is not None}
         keys = [key for key in module._parameters if self._is_set_here(module, name, key)]
-        if buffers or keys:
-            for key, whole in self.values.of(name, buffers, keys).items():
-                keep_shard(module._parameters[key], whole)
+        if not buffers and not keys:
+            return
+        drawn = self._draw(name, buffers)
+        for key in keys:
+            above = self.writer.get((name, key))
+            whole = (self._draw(above, {}) if above is not None else drawn)[name, key]
+            keep_shard(module._parameters[key], whole)
 
     def _is_set_here(self, module: nn.Module, name: str, key: str) -> bool:
         """Tells whether a parameter gets its values from this use of it."""
@@ -102,57 +95,25 @@ class Init:
         is_first = use is None or (use.module is module and use.name == key)
         return module._parameters[key] is not None and is_first and self.draws(name)
 
-
-class Drawn:
-    """Values that a model's own initializer draws. They depend on the seed and the module's name.
-
-    Args:
-        model: on the meta device, before anything wraps its modules.
-        seed: of the run.
-        device: the device that draws numbers. A CPU and a GPU draw different numbers, so it does
-            not depend on where parameters are kept.
-        draws: as for `Init`. Other parameters are not drawn.
-    """
-
-    def __init__(
-        self, model: nn.Module, seed: int, device: torch.device, draws: Callable[[str], bool]
-    ) -> None:
-        self.blank = dict(copy.deepcopy(model).named_modules())
-        self.fill, self.seed = initializer(model), seed
-        self.draws, self.device = draws, device
-        is_wanted = any(draws(name) for name, own in self.blank.items() if own._parameters)
-        self.writes = dict(_writes(self.blank, self.fill)) if is_wanted else {}
-        self.writer = {
-            target: above for above, targets in self.writes.items() for target in targets
-        }
-
-    def of(
-        self, name: str, buffers: dict[str, Tensor], keys: Sequence[str]
-    ) -> Mapping[str, Tensor]:
-        drawn = self._draw(name, buffers)
-        values = {}
-        for key in keys:
-            above = self.writer.get((name, key))
-            values[key] = (self._draw(above, {}) if above is not None else drawn)[name, key]
-        return values
-
-    def _draw(self, name: str, buffers: dict[str, Tensor]) -> dict[tuple[str, str], Tensor]:
+    def _draw(self, name: str, buffers: dict[str, Tensor]) -> dict[Place, nn.Parameter]:
         """Calls the initializer of one module.
 
-        Returns the parameters that it writes, whole, by module and name.
+        Returns the parameters that it writes, whole.
 
         Args:
+            name: of the module.
             buffers: the module's own buffers, which are filled in place.
         """
         module = self.blank[name]
-        targets = [
-            (name, key) for key, p in module._parameters.items() if p is not None
-        ] + self.writes.get(name, [])
-        held = {target: self.blank[target[0]]._parameters[target[1]] for target in targets}
+        own = [(name, key) for key, p in module._parameters.items() if p is not None]
+        held = {
+            (path, key): self.blank[path]._parameters[key]
+            for path, key in own + self.writes.get(name, [])
+        }
         device = self.device if self.draws(name) else torch.device("meta")
         whole = {
-            at: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device))
-            for at, p in held.items()
+            place: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device))
+            for place, p in held.items()
             if p is not None
         }
         digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
@@ -165,50 +126,34 @@ class Drawn:
         finally:
             self._put(held)
             module._buffers.update(unset)
-        return dict(whole)
+        return whole
 
-    def _put(self, parameters: Mapping[tuple[str, str], nn.Parameter | None]) -> None:
+    def _put(self, parameters: Mapping[Place, nn.Parameter | None]) -> None:
         for (name, key), parameter in parameters.items():
             self.blank[name]._parameters[key] = parameter
-
-
-class Copied:
-    """The values of a model that was made on the CPU, where every rank made the same one."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = dict(model.named_modules())
-
-    def of(
-        self, name: str, buffers: dict[str, Tensor], keys: Sequence[str]
-    ) -> Mapping[str, Tensor]:
-        module = self.modules[name]
-        for key, buffer in buffers.items():
-            buffer.copy_(module._buffers[key])
-        return {key: module._parameters[key] for key in keys}
 
 
 @torch.no_grad()
 def _writes(
     modules: dict[str, nn.Module], fill: Callable[[str, nn.Module], None]
-) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+) -> Iterator[tuple[str, list[Place]]]:
     """Yields modules whose initializer writes parameters of inner modules, with those parameters.
 
     Inner modules come first. GPT-2 scales the weights of its residual layers in this way: the
     initializer of the attention writes the weight of its projection.
     """
     for name, module in reversed(modules.items()):
-        inner = [
-            (path, key, p)
+        inner = {
+            (path, key): p
             for path, m in module.named_modules(prefix=name)
             if m is not module
             for key, p in m._parameters.items()
-        ]
-        before = {id(p): p._version for _, _, p in inner if p is not None}
+            if p is not None
+        }
+        before = {place: p._version for place, p in inner.items()}
         if inner:
             fill(name, module)
-        if written := [
-            (path, key) for path, key, p in inner if p is not None and p._version != before[id(p)]
-        ]:
+        if written := [place for place, p in inner.items() if p._version != before[place]]:
             yield name, written
 
 

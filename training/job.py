@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +18,9 @@ from ckpt_tools.core.naming import strip_wrappers
 from training import config as configuration
 from training import factory, parallel, pretrained, weights
 from training import model as models
+from training.checks import keeps_flat
 from training.config import Config
-from training.data import Reader, Sampler, Tokens
-from training.examples import Examples
-from training.factory import Rows
-from training.initialize import Copied, Values, every_module
+from training.data import Reader, Sampler
 from training.prove import Plan
 
 
@@ -31,31 +28,26 @@ from training.prove import Plan
 class Job:
     """The objects that the training loop uses."""
 
-    config: Config
-    text: str
+    plan: Plan
     device: torch.device
     mesh: DeviceMesh
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
+    scheduler: torch.optim.lr_scheduler.LambdaLR
     sampler: Sampler
     reader: Reader
-    tokens: Tokens | Examples | Rows
-    validation: Tokens | Examples | Rows | None
+    about: dict[str, Any]  # what a checkpoint tells of data and model
     num_parameters: int
     num_trained: int
-    about: dict[str, Any]  # the model's config.json
     loss: factory.Loss | None = None  # of a factory's module; None: cross-entropy of tokens
-    base: str = ""  # the fingerprint of the weights below adapters
-    source: str = ""  # the digest of the factory's file
     loss_note: str | None = None  # a warning on `loss`; None before its first call
     num_targets: int = 1  # of the last step, over all ranks
     best: tuple[int, float] | None = None  # the saved step with the lowest validation loss
 
     @property
-    def validated_on(self) -> str:
-        """The fingerprint of the validation data; "" if there is none."""
-        return "" if self.validation is None else str(self.validation.identity["fingerprint"])
+    def config(self) -> Config:
+        """The configuration of the run."""
+        return self.plan.config
 
     @property
     def saved_part(self) -> str | None:
@@ -73,16 +65,8 @@ class Job:
             "scheduler": self.scheduler,
             "sampler": self.sampler,
             "rng": RngState(),
-            "train_state": {
-                "step": step,
-                "data": self.tokens.identity,
-                "model": self.about,
-                "best": self.best,
-                "validation": self.validated_on,
-                **({"base": self.base} if self.base else {}),
-                **({"source": self.source} if self.source else {}),
-            },
-            "config": self.text,
+            "train_state": {"step": step, "best": self.best, **self.about},
+            "config": configuration.to_toml(self.plan.given),
         }
 
 
@@ -94,56 +78,45 @@ def build(plan: Plan, device: torch.device) -> Job:
     Raises:
         ConfigError: the model does not fit the mesh, or the device.
     """
-    config, data = plan.config, plan.config.data
-    parameters, about = list(plan.model.parameters()), models.description(plan.model)
-    num_parameters = sum(p.numel() for p in parameters)
-    num_trained = sum(p.numel() for p in parameters if p.requires_grad)
-    mesh, decayed = parallel.make_mesh(plan.sizes, device), parallel.decayed_names(plan.model)
-    model = parallel.shard(plan.model, config, mesh, device, *_first_values(config))
+    config, data, model = plan.config, plan.config.data, plan.model
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    about = {
+        "data": plan.rows.identity,
+        "model": models.description(model),
+        "validation": plan.validation.identity["fingerprint"] if plan.validation else "",
+    }
+    if config.lora.rank:
+        about["base"] = weights.fingerprint(config.model.path)
+    if source := factory.source_digest(config):
+        about["source"] = source
+    mesh, decayed = parallel.make_mesh(plan.sizes, device), parallel.decayed_names(model)
+    if config.model.factory:
+        remedy = "draw from torch, numpy or random, which have the same seed on all ranks"
+        named = dict([*model.named_parameters(), *model.named_buffers()])
+        factory.check_equal(named, "as the function has made it", remedy)
+    # weights of model.path are loaded later: only adapters on them are drawn
+    draws = pretrained.is_of_adapter if config.model.path and config.model.weights else None
+    model = parallel.shard(model, config, mesh, device, draws or (lambda _: True))
     seed_generators(config.run.seed, mesh)
     optimizer = _adamw(model, config, decayed)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
     sampler = Sampler(
-        plan.tokens.windows(data.seq_len),
-        config.run.seed,
-        data.shuffle,
-        data.drop_last,
-        data.may_change,
+        len(plan.rows), config.run.seed, data.shuffle, data.drop_last, data.may_change
     )
     return Job(
-        config,
-        plan.text,
-        device,
-        mesh,
-        model,
-        optimizer,
-        scheduler,
-        sampler,
-        Reader(plan.tokens, sampler, data, part_of(data.batch_size, mesh), device),
-        plan.tokens,
-        plan.validation,
-        num_parameters,
-        num_trained,
-        about,
-        factory.loss_of(config) if config.model.factory else None,
-        weights.fingerprint(config.model.path) if config.lora.rank else "",
-        factory.source_digest(config),
+        plan=plan,
+        device=device,
+        mesh=mesh,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        sampler=sampler,
+        reader=Reader(plan.rows, sampler, data.batch_size, part_of(data.batch_size, mesh), device),
+        about=about,
+        num_parameters=sum(numel for numel, _ in sizes),
+        num_trained=sum(numel for numel, is_trained in sizes if is_trained),
+        loss=factory.loss_of(config) if config.model.factory else None,
     )
-
-
-def _first_values(config: Config) -> tuple[Values | None, Callable[[str], bool]]:
-    """Returns a factory's values, and which modules get first values at all.
-
-    Weights of `model.path` are loaded later, so only adapters on them get values.
-    """
-    if config.model.factory:
-        made = factory.call(config)
-        remedy = "draw from torch, numpy or random, which have the same seed on all ranks"
-        named = dict([*made.named_parameters(), *made.named_buffers()])
-        factory.check_equal(named, "as the function has made it", remedy)
-        return Copied(made), every_module
-    has_weights = bool(config.model.path and config.model.weights)
-    return None, lambda name: not has_weights or pretrained.is_of_adapter(name)
 
 
 def seed_generators(seed: int, mesh: DeviceMesh) -> None:
@@ -159,29 +132,21 @@ def seed_generators(seed: int, mesh: DeviceMesh) -> None:
 
 def _adamw(model: nn.Module, config: Config, decayed: set[str]) -> torch.optim.AdamW:
     """Returns the optimizer. Its first group decays; norms, biases and embeddings do not."""
-    optim = config.optim
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if optim.decay == "all" or configuration.keeps_flat(config):
-        decayed = {strip_wrappers(name) for name, _ in named}
-    groups = [
-        {
-            "params": [p for name, p in named if (strip_wrappers(name) in decayed) == is_decayed],
-            "weight_decay": optim.weight_decay if is_decayed else 0.0,
-        }
-        for is_decayed in (True, False)
-    ]
-    how = (
-        {}
-        if optim.implementation == "auto"
-        else {k: optim.implementation == k for k in ("fused", "foreach")}
-    )
-    betas = (optim.beta1, optim.beta2)
+    optim, groups = config.optim, ([], [])
+    decays_all = optim.decay == "all" or keeps_flat(config)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_decayed = decays_all or strip_wrappers(name) in decayed
+            groups[not is_decayed].append(parameter)
+    decays = zip(groups, (optim.weight_decay, 0.0), strict=True)
+    is_auto = optim.implementation == "auto"
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [{"params": group, "weight_decay": decay} for group, decay in decays if group],
         lr=optim.lr,
-        betas=betas,
+        betas=(optim.beta1, optim.beta2),
         eps=optim.eps,
-        **how,
+        fused=None if is_auto else optim.implementation == "fused",
+        foreach=None if is_auto else optim.implementation == "foreach",
     )
 
 
@@ -205,4 +170,5 @@ def part_of(batch_size: int, mesh: DeviceMesh) -> slice:
 
 
 def data_ranks(mesh: DeviceMesh) -> int:
+    """Returns the number of ranks that see different rows."""
     return dist.get_world_size() // mesh["tensor"].size()

@@ -12,10 +12,8 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from training import factory, parallel
 from training import model as models
+from training.batch import IGNORED, Batch, DataSet
 from training.config import ConfigError
-from training.data import Tokens
-from training.examples import IGNORED, Batch, Examples
-from training.factory import Rows
 from training.job import Job, data_ranks, part_of
 from training.metrics import gather
 
@@ -91,22 +89,20 @@ def logits_for(model: nn.Module, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(job: Job, tokens: Tokens | Examples | Rows) -> float:
+def evaluate(job: Job, rows: DataSet) -> float:
     """Returns the mean loss over the first batches of the validation data.
 
     It does not depend on the number of ranks.
     """
     size = job.config.data.batch_size
-    batches = min(
-        job.config.metrics.validate_batches, tokens.windows(job.config.data.seq_len) // size
-    )
+    batches = min(job.config.metrics.validate_batches, len(rows) // size)
     modes = {module: module.training for module in job.model.modules()}
     job.model.eval()
     losses, weights = [], []
     with parallel.splitting_loss(job.config):
         for i in range(batches):
             numbers, mine = list(range(i * size, (i + 1) * size)), part_of(size, job.mesh)
-            batch = tokens.batch(numbers, job.config.data.seq_len, mine).to(job.device)
+            batch = rows.batch(numbers, mine).to(job.device)
             losses.append(parallel.local(loss_of(job, batch)))
             weights.append(batch.num_targets)
     for module, is_training in modes.items():  # a frozen part may have been in eval mode

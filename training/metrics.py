@@ -16,14 +16,18 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from training.config import Config
 from training.loggers import Logger
+
+if TYPE_CHECKING:
+    from training.job import Job
 
 FILE = "metrics.jsonl"
 _MAX_EXPONENT = 700.0  # of a float
@@ -32,28 +36,22 @@ _MAX_EXPONENT = 700.0  # of a float
 class Meter:
     """A meter of steps: it times their parts and writes the metrics on rank 0."""
 
-    def __init__(
-        self,
-        directory: Path,
-        first: int,
-        last: int,
-        every: int,
-        progress: bool,
-        loggers: Sequence[Logger] = (),
-        unit: str = "tokens",
-    ) -> None:
-        self.unit = unit
-        self.loggers = loggers
-        self.path, self.every, self.last = directory / FILE, every, last
+    def __init__(self, config: Config, first: int, loggers: Sequence[Logger] = ()) -> None:
+        self.path, self.every = Path(config.run.dir) / FILE, config.metrics.every
+        self.first, self.last, self.loggers = first, config.run.steps, loggers
+        self.unit = "rows" if config.model.factory else "tokens"
+        self.tokens_a_step = config.data.batch_size * config.data.seq_len
         self.is_writer = dist.get_rank() == 0
-        self.spent = {"data_s": 0.0, "checkpoint_s": 0.0}
-        self.tokens, self.steps, self.began = 0, 0, time.perf_counter()
-        is_terminal = progress and self.is_writer and sys.stderr.isatty()
+        self._restart()
+        is_terminal = config.metrics.progress and self.is_writer and sys.stderr.isatty()
         self.bar = tqdm(
-            initial=first, total=last, unit="step", disable=not is_terminal, dynamic_ncols=True
+            initial=first, total=self.last, unit="step", disable=not is_terminal, dynamic_ncols=True
         )
-        self.prints = self.is_writer and not is_terminal
-        self.first, self.has_written = first, False
+        self.prints, self.has_written = self.is_writer and not is_terminal, False
+
+    def _restart(self) -> None:
+        self.spent = {"data_s": 0.0, "checkpoint_s": 0.0}
+        self.steps, self.began = 0, time.perf_counter()
 
     @contextlib.contextmanager
     def timing(self, what: str) -> Iterator[None]:
@@ -69,46 +67,44 @@ class Meter:
     def step(
         self,
         step: int,
+        job: Job,
         everyone: Sequence[Sequence[float]],
-        tokens: int,
         lr: float,
         norm: Tensor | None,
-        epoch: int,
-        has_targets: bool = True,
     ) -> None:
         """Counts a step and, if one is due, writes a line of means over ranks and steps.
 
         The means cover the steps since the last line.
 
         Args:
+            step: its number.
+            job: tells the epoch, and whether the step had a target at all; else its loss is null.
             everyone: loss and peak memory of every rank; needed if a line is due, as is `norm`.
-            has_targets: whether the step had a target at all; else its loss is null.
+            lr: the learning rate of the step.
+            norm: of its gradients.
         """
-        self.tokens, self.steps = self.tokens + tokens, self.steps + 1
+        self.steps += 1
         self.bar.update()
         if not self.is_due(step):
             return
         elapsed = time.perf_counter() - self.began
         line = {
             "step": step,
-            "loss": sum(r[0] for r in everyone) / len(everyone) if has_targets else math.nan,
+            "loss": mean_loss(everyone) if job.num_targets else math.nan,
             "lr": lr,
             "grad_norm": math.nan if norm is None else norm.item(),
-            "tokens_per_s": self.tokens / elapsed,
+            "tokens_per_s": self.steps * self.tokens_a_step / elapsed,
             "step_s": elapsed / self.steps,
             **{name: seconds / self.steps for name, seconds in self.spent.items()},
-            "epoch": epoch,
+            "epoch": job.sampler.epoch,
             "peak_mib": [round(rank[1], 1) for rank in everyone],
         }
         self.write(line)
-        self.bar.set_postfix_str(
-            f"loss {line['loss']:.4f}, {line['tokens_per_s']:,.0f} {self.unit}/s", refresh=False
-        )
+        loss, speed = f"{line['loss']:.4f}", f"{line['tokens_per_s']:,.0f} {self.unit}/s"
+        self.bar.set_postfix_str(f"loss {loss}, {speed}", refresh=False)
         if self.prints and (step % 10 == 0 or step == self.last):
-            speed = f"{line['tokens_per_s']:,.0f} {self.unit}/s"
-            print(f"step {step:5d}  loss {line['loss']:.4f}  {speed}", flush=True)
-        self.spent = dict.fromkeys(self.spent, 0.0)
-        self.tokens, self.steps, self.began = 0, 0, time.perf_counter()
+            print(f"step {step:5d}  loss {loss}  {speed}", flush=True)
+        self._restart()
 
     @contextlib.contextmanager
     def pausing(self) -> Iterator[None]:
@@ -139,13 +135,9 @@ class Meter:
             self.has_written = True
             for logger in self.loggers:
                 logger.write(line)
+            finite = {key: _finite(value) for key, value in line.items()}
             with self.path.open("a") as file:
-                file.write(
-                    json.dumps(
-                        {key: _finite(value) for key, value in line.items()}, allow_nan=False
-                    )
-                    + "\n"
-                )
+                file.write(json.dumps(finite, allow_nan=False) + "\n")
 
     def close(self) -> None:
         self.bar.close()
@@ -156,6 +148,11 @@ class Meter:
 def _finite(value: Any) -> Any:
     """Returns a number for JSON: null if it is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def mean_loss(everyone: Sequence[Sequence[float]]) -> float:
+    """Returns the mean over ranks of what `loss_and_peak` has gathered."""
+    return sum(of_rank[0] for of_rank in everyone) / len(everyone)
 
 
 def loss_and_peak(loss: Tensor) -> list[list[float]]:
@@ -222,15 +219,12 @@ def plot(directory: Path) -> list[Path]:
     checks = [line for line in lines if "validation_loss" in line]
     figure, panels = plt.subplots(5, 1, figsize=(8, 13), sharex=True, layout="constrained")
     loss, rate, norm, speed, memory = panels
-    figure.suptitle(f"{directory.absolute().name}: {len(steps):,} lines up to step {_last(lines)}")
+    last = max((line["step"] for line in lines), default=0)
+    figure.suptitle(f"{directory.absolute().name}: {len(steps):,} lines up to step {last}")
     x = [line["step"] for line in steps]
-    loss.plot(
-        x, [math.nan if line["loss"] is None else line["loss"] for line in steps], label="training"
-    )
+    loss.plot(x, _numbers(steps, "loss"), label="training")
     if checks:
-        losses = [
-            math.nan if c["validation_loss"] is None else c["validation_loss"] for c in checks
-        ]
+        losses = _numbers(checks, "validation_loss")
         loss.plot([c["step"] for c in checks], losses, "o-", label="validation")
     loss.set_ylabel("loss")
     loss.legend()
@@ -239,7 +233,7 @@ def plot(directory: Path) -> list[Path]:
         (norm, "grad_norm", "norm of the gradients"),
         (speed, "tokens_per_s", "tokens/s, all ranks"),
     ):
-        axes.plot(x, [math.nan if line[key] is None else line[key] for line in steps])
+        axes.plot(x, _numbers(steps, key))
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
     _memory(memory, x, [line["peak_mib"] for line in steps])
@@ -253,8 +247,8 @@ def plot(directory: Path) -> list[Path]:
     return paths
 
 
-def _last(lines: Sequence[dict[str, Any]]) -> int:
-    return max((line["step"] for line in lines), default=0)
+def _numbers(lines: Sequence[dict[str, Any]], key: str) -> list[float]:
+    return [math.nan if line[key] is None else line[key] for line in lines]
 
 
 def _memory(axes: Any, steps: Sequence[int], peaks: Sequence[Sequence[float]]) -> None:

@@ -1,7 +1,7 @@
 """The models: a built-in decoder, a causal LM of `transformers`, or any module of a factory.
 
-The decoder has RMSNorm, rotary attention and SwiGLU. All kinds are made on the meta device. This
-module knows nothing of ranks, data or checkpoints.
+The decoder has RMSNorm, rotary attention and SwiGLU. It and the models of transformers are made on
+the meta device. This module knows nothing of ranks, data or checkpoints.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # torch's own name for it
 
-from training import config as configuration
 from training import factory, pretrained
-from training.config import ConfigError
+from training.config import Config, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +138,7 @@ class Attention(nn.Module):
         )
         q, k = rotate(q, table), rotate(k, table)
         y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            mask,
-            is_causal=mask is None,
-            **({"enable_gqa": True} if self.has_groups else {}),
+            q, k, v, mask, is_causal=mask is None, enable_gqa=self.has_groups
         )
         return self.wo(y.transpose(1, 2).flatten(2))
 
@@ -217,56 +211,35 @@ class Decoder(nn.Module):
 # ---- from a configuration ------------------------------------------------------------------------
 
 
-def make(config: configuration.Config) -> nn.Module:
-    """Returns the configured model on the meta device: shapes, types and names, but no memory.
+def make(config: Config) -> nn.Module:
+    """Returns the configured model: on the meta device, or the module of a factory with values.
 
     Raises:
         ConfigError: sizes contradict each other, a directory has no causal LM, adapters do not fit,
             or a factory makes no module.
     """
-    if config.model.factory:
-        model = on_meta(factory.call(config))
-    else:
-        with torch.device("meta"):
-            path = config.model.path
-            model = pretrained.make(path) if path else Decoder(sizes_of(config.model))
-            if config.lora.rank:
-                model = pretrained.adapt(model, config.lora)
     dtype = getattr(torch, config.model.dtype)
+    if config.model.factory:
+        return factory.call(config).to(dtype)
+    with torch.device("meta"):
+        path = config.model.path
+        model = pretrained.make(path) if path else Decoder(sizes_of(config))
+        if config.lora.rank:
+            model = pretrained.adapt(model, config.lora)
     for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
-    for module in model.modules() if config.model.factory else ():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
+        parameter.data = parameter.data.to(dtype)
     return model
 
 
-def on_meta(model: nn.Module) -> nn.Module:
-    """Moves a model to the meta device; tied weights stay tied."""
-    moved: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                shell = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-                module._parameters[name] = moved.setdefault(id(parameter), shell)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to("meta")
-    return model
-
-
-def sizes_of(config: configuration.Model) -> ModelConfig:
+def sizes_of(config: Config) -> ModelConfig:
     """Returns a built-in decoder's sizes: those of its name, changed by the configuration.
 
     Raises:
         ConfigError: twice the number of heads does not divide the width.
     """
-    given = {
-        f.name: getattr(config, f.name) for f in fields(ModelConfig) if hasattr(config, f.name)
-    }
-    sizes = replace(MODELS[config.name], **{key: value for key, value in given.items() if value})
+    names = {f.name for f in fields(ModelConfig)}
+    given = {key: size for key, size in config.model.changed().items() if key in names and size}
+    sizes = replace(MODELS[config.model.name], **given)
     if sizes.dim % (2 * sizes.num_heads):
         raise ConfigError(
             f"model.dim = {sizes.dim} is not a multiple of 2 x model.num_heads = {sizes.num_heads}"

@@ -6,15 +6,15 @@ This is the only file with placements. It makes PyTorch's own calls, in this ord
 units, `to_empty`, first values, compile.
 - FSDP1: meta model, activation checkpointing, `FullyShardedDataParallel`, compile.
 `FullyShardedDataParallel` gives memory and first values unit by unit.
+
+The module of a factory is not on the meta device: it already has memory and values.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -46,182 +46,16 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from training.config import Config, ConfigError, Degrees
-from training.initialize import Drawn, Init, Values, every_module
-from training.model import Decoder, block_classes, tied
+from training.checks import Degrees, is_hybrid
+from training.config import Config, ConfigError
+from training.initialize import FirstValues
+from training.model import Decoder, tied
+from training.units import blocks_of, units_of
 
 
 def dtype_of(name: str) -> torch.dtype | None:
     """Returns a type by its name, or None for an empty name."""
     return getattr(torch, name) if name else None
-
-
-# ---- units: modules that are sharded together ----------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """A module whose parameters are gathered and freed together.
-
-    Parameters of inner units do not count.
-    """
-
-    name: str  # "" is the root
-    dtype: str = ""  # the compute type, if it differs from the default
-
-
-def blocks_of(model: nn.Module, config: Config) -> list[str]:
-    """Returns the names of a model's layers, in order.
-
-    If the model does not name their classes, they are those of `fsdp.wrap_classes`.
-    """
-    wrapped = config.fsdp.wrap_classes if config.fsdp.wrap == "classes" else []
-    classes = block_classes(model) or set(wrapped)
-    return [
-        name for name, module in model.named_modules() if name and type(module).__name__ in classes
-    ]
-
-
-def check_blocks(model: nn.Module, config: Config) -> None:
-    """Refuses settings that are for layers, if it is not known what a layer is.
-
-    Raises:
-        ConfigError: the message names the setting.
-    """
-    compute = config.compute
-    for key in ("checkpoint_every", "compile"):
-        if getattr(compute, key) and not blocks_of(model, config):
-            raise ConfigError(
-                f"compute.{key}: this model does not name its layers; give their classes in"
-                ' fsdp.wrap_classes, with fsdp.wrap = "classes"'
-            )
-
-
-def units_of(model: nn.Module, config: Config) -> list[Unit]:
-    """Returns the FSDP units of a model, children before parents, the root last.
-
-    Raises:
-        ConfigError: the model lacks a class, a layer or a module.
-    """
-    names = _chosen(model, config)
-    if config.fsdp.wrap_embeddings:
-        names |= set(embeddings_of(model))
-    overrides = {
-        name: dtype
-        for glob, dtype in config.precision.overrides.items()
-        for name in _matching(model, glob)
-    }
-    order = [
-        name for name, _ in model.named_modules() if name and (name in names or name in overrides)
-    ]
-    for name in order:
-        if isinstance(model.get_submodule(name), (nn.ModuleList, nn.ModuleDict)):
-            raise ConfigError(
-                f"{name} is only a list of modules, which FSDP cannot shard as a unit: name the"
-                " modules in it (fsdp.wrap_classes, precision.overrides)"
-            )
-    shared = _shared_outside(model, order)
-    for name in overrides:
-        if name in shared:
-            raise ConfigError(
-                f"precision.overrides: {name} shares a weight with another module, so it has the"
-                " type of the root: leave it out"
-            )
-    order.sort(key=lambda name: -name.count("."))
-    return [Unit(name, overrides.get(name, "")) for name in order if name not in shared] + [
-        Unit("", overrides.get("", ""))
-    ]
-
-
-def _chosen(model: nn.Module, config: Config) -> set[str]:
-    fsdp = config.fsdp
-    if fsdp.strategy == "NO_SHARD" and config.model.factory:
-        return set()  # DDP has no units
-    if fsdp.wrap == "layers":
-        if not (names := set(blocks_of(model, config))):
-            raise ConfigError(
-                'fsdp.wrap = "layers": this model does not name its layers; give their'
-                " classes in fsdp.wrap_classes"
-            )
-        return names
-    if fsdp.wrap == "classes":
-        classes = {type(module).__name__ for module in model.modules()}
-        if unknown := [name for name in fsdp.wrap_classes if name not in classes]:
-            raise ConfigError(
-                f"fsdp.wrap_classes: the model has no {unknown[0]!r}; it has"
-                f" {', '.join(sorted(classes))}"
-            )
-        return {
-            name
-            for name, module in model.named_modules()
-            if type(module).__name__ in fsdp.wrap_classes and name
-        }
-    return _by_size(model, fsdp.min_num_params) if fsdp.wrap == "size" else set()
-
-
-def _by_size(model: nn.Module, least: int) -> set[str]:
-    """Returns the modules that FSDP1's size policy wraps.
-
-    They have at least `least` parameters outside of wrapped modules. `units_of` then drops modules
-    that share a parameter with an outside module, although FSDP1 would wrap them. Source: torch
-    2.13 `torch/distributed/fsdp/wrap.py`, `_recursive_wrap` and `size_based_auto_wrap_policy`.
-    """
-    chosen: set[str] = set()
-
-    def visit(name: str, module: nn.Module) -> int:
-        """Returns the number of wrapped parameters in a module."""
-        numel = sum(p.numel() for p in module.parameters())
-        if numel < least or isinstance(module, nn.MultiheadAttention):
-            return 0
-        wrapped = sum(
-            visit(f"{name}.{child}" if name else child, m) for child, m in module.named_children()
-        )
-        if (
-            name
-            and numel - wrapped >= least
-            and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        ):
-            chosen.add(name)
-            return numel
-        return wrapped
-
-    visit("", model)
-    return chosen
-
-
-def embeddings_of(model: nn.Module) -> list[str]:
-    """Returns the names of the embedding and the head; nothing for the module of a factory."""
-    if isinstance(model, Decoder):
-        return ["tok_embeddings", "output"]
-    if not hasattr(model, "get_input_embeddings"):
-        return []
-    both = (model.get_input_embeddings(), model.get_output_embeddings())
-    return [name for name, module in model.named_modules() if any(module is one for one in both)]
-
-
-def _matching(model: nn.Module, glob: str) -> list[str]:
-    names = [
-        n
-        for n, m in model.named_modules()
-        if fnmatch.fnmatchcase(n, glob) and any(True for _ in m.parameters())
-    ]
-    if not names:
-        raise ConfigError(f"precision.overrides.{glob}: no module with parameters is called that")
-    return names
-
-
-def _shared_outside(model: nn.Module, names: list[str]) -> set[str]:
-    """Returns the modules that share a parameter (tied weights) with an outside module.
-
-    Such modules stay together, in the root.
-    """
-    inside = lambda path, unit: path == unit or path.startswith(f"{unit}.")  # noqa: E731
-    return {
-        unit
-        for unit in names
-        for uses in tied(model)
-        if len({inside(use.path, unit) for use in uses}) == 2
-    }
 
 
 # ---- sharding ------------------------------------------------------------------------------------
@@ -241,50 +75,55 @@ def shard(
     config: Config,
     mesh: DeviceMesh,
     device: torch.device,
-    values: Values | None = None,
-    draws: Callable[[str], bool] = every_module,
+    draws: Callable[[str], bool] = lambda _: True,
 ) -> nn.Module:
-    """Shards a model on the meta device, and gives it memory and first values.
+    """Shards a model, and gives it memory and first values if it is on the meta device.
 
     The values are the same for every mesh and strategy.
 
     Args:
-        values: the first values; by default, the model's own initializer draws them.
+        model: as `training.model.make` returns it.
+        config: of the run.
+        mesh: from `make_mesh`.
+        device: the device that computes.
         draws: tells by a module's name whether its parameters get values. Others will be loaded.
 
     Raises:
         ConfigError: the model does not fit the mesh or the requested units.
     """
+    # the names are of the model before anything wraps its modules
     units, blocks = units_of(model, config), blocks_of(model, config)
-    init = Init(model, values or Drawn(model, config.run.seed, device, draws), draws)
-    if mesh["tensor"].size() > 1:
-        _split_tensors(model, mesh["tensor"], config)
-    _checkpoint_activations(model, blocks, config.compute.checkpoint_every)
-    home = torch.device("cpu") if config.fsdp.cpu_offload else device
+    is_meta = next(model.parameters()).is_meta
+    values = FirstValues(model, config.run.seed, device, draws) if is_meta else None
+    split_and_checkpoint(model, config, mesh)
     if config.fsdp.api == "fsdp1":
-        model = _fsdp1(model, units, config, mesh, device, init)
+        model = _fsdp1(model, units, config, mesh, device, values)
     elif config.fsdp.strategy == "NO_SHARD":
-        for module in model.modules():
-            init.materialize(module, device)  # to_empty would untie tied weights
-        model = DistributedDataParallel(
-            model,
-            process_group=mesh["replicate"].get_group(),
-            gradient_as_bucket_view=True,
-            # another model may have parameters that a step does not use
-            find_unused_parameters=bool(config.model.factory),
-        )
-        if config.precision.reduce == "bfloat16":
-            model.register_comm_hook(mesh["replicate"].get_group(), _mean_in_bf16)
+        if values:
+            for module in model.modules():
+                values.materialize(module, device)  # to_empty would untie tied weights
+        model = _ddp(model.to(device), config, mesh)
     else:
-        _fsdp2(model, units, config, mesh)
-        model.to_empty(device=home)
-        init.all(model)
+        fsdp2(model, units, config, mesh)
+        if values:
+            model.to_empty(device="cpu" if config.fsdp.cpu_offload else device)
+            values.all(model)
         _move_buffers(model, device)
-        _prefetch(model, units, config)
     if config.compute.compile:
         for name in blocks:
             find(model, name).compile(backend=config.compute.compile_backend)
     return model
+
+
+def split_and_checkpoint(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
+    """Applies tensor parallelism and activation checkpointing, which come before any FSDP."""
+    if mesh["tensor"].size() > 1:
+        _split_tensors(model, mesh["tensor"], config)
+    every, blocks = config.compute.checkpoint_every, blocks_of(model, config)
+    # from inner to outer: a wrapper does not take new children for the block in it
+    for name in sorted(blocks[::every] if every else (), key=lambda n: -n.count(".")):
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, checkpoint_wrapper(model.get_submodule(name)))
 
 
 def check_backend(config: Config) -> None:
@@ -310,13 +149,13 @@ def without_gpu(config: Config) -> tuple[Config, list[str]]:
     """Returns the configuration for a CPU, without what FSDP1 does with GPUs only, and notes."""
     notes = []
     if config.fsdp.api == "fsdp1" and config.fsdp1.sync_module_states:
-        config = replace(config, fsdp1=replace(config.fsdp1, sync_module_states=False))
+        config = config.having("fsdp1", sync_module_states=False)
         notes.append(
             "fsdp1.sync_module_states changes nothing on a CPU: all ranks draw, or load, the same"
             " values"
         )
     if config.fsdp.api == "fsdp1" and config.fsdp.cpu_offload:
-        config = replace(config, fsdp=replace(config.fsdp, cpu_offload=False))
+        config = config.having("fsdp", cpu_offload=False)
         notes.append("fsdp.cpu_offload changes nothing with FSDP1 on a CPU: all is there already")
     return config, notes
 
@@ -342,56 +181,55 @@ def find(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name)
 
 
-def _fsdp2(model: nn.Module, units: list[Unit], config: Config, mesh: DeviceMesh) -> None:
+def fsdp2(model: nn.Module, units: dict[str, str], config: Config, mesh: DeviceMesh) -> None:
+    """Makes FSDP2 units of a model, and tells them what to prefetch."""
     fsdp, precision = config.fsdp, config.precision
-    offload = (
-        CPUOffloadPolicy(pin_memory=fsdp.pin_memory and torch.cuda.is_available())
-        if fsdp.cpu_offload
-        else OffloadPolicy()
-    )
-    data_mesh = mesh["replicate", "shard"] if fsdp.strategy.startswith("HYBRID") else mesh["shard"]
+    offload = OffloadPolicy()
+    if fsdp.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=fsdp.pin_memory and torch.cuda.is_available())
+    data_mesh = mesh["replicate", "shard"] if is_hybrid(config) else mesh["shard"]
     reshard = fsdp.reshard_after_forward
     if reshard is None:
         reshard = fsdp.strategy in ("FULL_SHARD", "HYBRID_SHARD")
-    for unit in units:
+    for name, dtype in units.items():
         # a unit with a type of its own returns the type that its neighbours compute in
         around = precision.param or config.model.dtype
-        output = around if unit.dtype else precision.output * (not unit.name)
+        output = around if dtype else precision.output * (not name)
         policy = MixedPrecisionPolicy(
-            param_dtype=dtype_of(unit.dtype or precision.param),
+            param_dtype=dtype_of(dtype or precision.param),
             reduce_dtype=dtype_of(precision.reduce),
             output_dtype=dtype_of(output),
             cast_forward_inputs=precision.cast_forward_inputs,
         )
         # backward needs the root's parameters first, so PyTorch keeps them gathered by default
-        after = reshard if unit.name or reshard is False else fsdp.reshard_after_forward
+        after = reshard if name or reshard is False else fsdp.reshard_after_forward
         fully_shard(
-            model.get_submodule(unit.name),
+            model.get_submodule(name),
             mesh=data_mesh,
             reshard_after_forward=after,
             mp_policy=policy,
             offload_policy=offload,
         )
+    _prefetch(model, units, config)
 
 
 def _fsdp1(
     model: nn.Module,
-    units: list[Unit],
+    units: dict[str, str],
     config: Config,
     mesh: DeviceMesh,
     device: torch.device,
-    init: Init,
+    values: FirstValues | None,
 ) -> FullyShardedDataParallel:
     fsdp, only, precision = config.fsdp, config.fsdp1, config.precision
-    wrapped = {id(model.get_submodule(unit.name)) for unit in units if unit.name}
-    is_2d = fsdp.strategy.startswith("HYBRID")
-    whole = mesh["replicate"] if fsdp.strategy == "NO_SHARD" else mesh["shard"]
+    wrapped = {id(model.get_submodule(name)) for name in units if name}
+    strategy, before = fsdp.strategy, only.backward_prefetch
+    name = "_HYBRID_SHARD_ZERO2" if strategy == "HYBRID_SHARD_ZERO2" else strategy
+    whole = mesh["replicate"] if strategy == "NO_SHARD" else mesh["shard"]
     return FullyShardedDataParallel(
         model,
-        device_mesh=mesh["replicate", "shard"] if is_2d else whole,
-        sharding_strategy=ShardingStrategy[
-            "_HYBRID_SHARD_ZERO2" if fsdp.strategy == "HYBRID_SHARD_ZERO2" else fsdp.strategy
-        ],
+        device_mesh=mesh["replicate", "shard"] if is_hybrid(config) else whole,
+        sharding_strategy=ShardingStrategy[name],
         auto_wrap_policy=CustomPolicy(lambda module: id(module) in wrapped),
         cpu_offload=CPUOffload(offload_params=fsdp.cpu_offload),
         mixed_precision=MixedPrecision(
@@ -401,18 +239,28 @@ def _fsdp1(
             cast_forward_inputs=precision.cast_forward_inputs,
             cast_root_forward_inputs=precision.cast_forward_inputs,
         ),
-        param_init_fn=functools.partial(init.materialize, device=device),
+        param_init_fn=functools.partial(values.materialize, device=device) if values else None,
         device_id=device,
         use_orig_params=only.use_orig_params,
         sync_module_states=only.sync_module_states,
         limit_all_gathers=only.limit_all_gathers,
         forward_prefetch=only.forward_prefetch,
-        backward_prefetch=(
-            None
-            if only.backward_prefetch == "NO_PREFETCH"
-            else BackwardPrefetch[only.backward_prefetch]
-        ),
+        backward_prefetch=None if before == "NO_PREFETCH" else BackwardPrefetch[before],
     )
+
+
+def _ddp(model: nn.Module, config: Config, mesh: DeviceMesh) -> DistributedDataParallel:
+    group = mesh["replicate"].get_group()
+    wrapped = DistributedDataParallel(
+        model,
+        process_group=group,
+        gradient_as_bucket_view=True,
+        # another model may have parameters that a step does not use
+        find_unused_parameters=bool(config.model.factory),
+    )
+    if config.precision.reduce == "bfloat16":
+        wrapped.register_comm_hook(group, _mean_in_bf16)
+    return wrapped
 
 
 # no annotations: DDP would compare them with its own classes
@@ -426,20 +274,12 @@ def _mean_in_bf16(group, bucket):
     return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
-def _checkpoint_activations(model: nn.Module, blocks: list[str], every: int) -> None:
-    # from inner to outer: a wrapper does not take new children for the block in it
-    for name in sorted(blocks[::every] if every else (), key=lambda n: -n.count(".")):
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, checkpoint_wrapper(model.get_submodule(name)))
-
-
-def _prefetch(model: nn.Module, units: list[Unit], config: Config) -> None:
+def _prefetch(model: nn.Module, units: dict[str, str], config: Config) -> None:
     """Tells each unit which units to gather while it runs; units run in the order of the model."""
-    chosen = {unit.name for unit in units if unit.name}
     names = dict.fromkeys(
         name.replace("._checkpoint_wrapped_module", "") for name, _ in model.named_modules()
     )
-    running = [model.get_submodule(name) for name in names if name in chosen]
+    running = [model.get_submodule(name) for name in names if name and name in units]
     for i, unit in enumerate(running):
         if depth := config.fsdp.forward_prefetch:
             unit.set_modules_to_forward_prefetch(running[i + 1 : i + 1 + depth])
@@ -479,12 +319,7 @@ def _split_tensors(model: nn.Module, mesh: DeviceMesh, config: Config) -> None:
     """Splits the matrices of each layer over a mesh; heads stay whole."""
     check_heads(model, mesh.size())
     shared = tied(model)
-    plan = (
-        decoder_plan(config.fsdp.sequence_parallel, config.fsdp.loss_parallel)
-        if isinstance(model, Decoder)
-        else _transformers_plan(model)
-    )
-    parallelize_module(model, mesh, plan)
+    parallelize_module(model, mesh, _plan(model, config))
     for first, *others in shared:
         for other in others:
             other.module._parameters[other.name] = first.module._parameters[first.name]
@@ -524,16 +359,18 @@ def decoder_plan(splits_sequence: bool, splits_loss: bool) -> dict[str, Parallel
 
 def split_globs(model: nn.Module) -> list[str]:
     """Returns globs of the modules whose matrices tensor parallelism splits."""
-    plan = decoder_plan(False, False) if isinstance(model, Decoder) else _transformers_plan(model)
-    return list(plan)
+    return list(_plan(model))
+
+
+def _plan(model: nn.Module, config: Config | None = None) -> dict[str, ParallelStyle]:
+    if not isinstance(model, Decoder):
+        return _transformers_plan(model)
+    fsdp = (config or Config()).fsdp
+    return decoder_plan(fsdp.sequence_parallel, fsdp.loss_parallel)
 
 
 def _transformers_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """Returns the plan that transformers has for a model.
-
-    Raises:
-        ConfigError: there is none, or it has a style that is not supported here.
-    """
+    """Returns the plan that transformers has for a model."""
     styles: dict[str, Callable[[], ParallelStyle]] = {
         "colwise": ColwiseParallel,
         "rowwise": RowwiseParallel,

@@ -6,6 +6,7 @@ It shows how much each unit gathers. No process group is needed.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import sys
 from dataclasses import dataclass, field
 
@@ -17,7 +18,9 @@ from torch import nn
 
 from training import model as models
 from training import parallel
-from training.config import Config, Degrees
+from training.checks import Degrees
+from training.config import Config
+from training.units import embeddings_of, units_of
 
 _UNEVEN = 0.05  # of a rank's part
 _SMALL, _LARGE = 1 << 20, 4 << 30  # bytes that a unit gathers
@@ -26,51 +29,50 @@ _MANY = 16  # small units
 
 @dataclass(slots=True)
 class Group:
-    """The parameters that one FSDP unit gathers, in elements, and their bytes in its compute type.
+    """The parameters that one FSDP unit gathers: their shapes, and its compute type.
 
     Only this rank's part of the tensor mesh counts.
     """
 
     name: str
     dtype: torch.dtype
-    numel: int = 0
     shapes: list[torch.Size] = field(default_factory=list)
-    is_trained: list[bool] = field(default_factory=list)  # of each shape
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.local_numel(1)
 
     @property
     def nbytes(self) -> int:
+        """The bytes in the compute type."""
         return self.numel * self.dtype.itemsize
+
+    def local_numel(self, over: int) -> int:
+        """Returns the elements of rank 0: the first of `over` parts along dim 0 of each shape."""
+        return sum(-(-s[0] // over) * s[1:].numel() if s else 1 for s in self.shapes)
 
 
 def groups_of(model: nn.Module, config: Config) -> dict[str, Group]:
-    """Returns the parameters of each unit of a meta model, by the unit's name.
+    """Returns the parameters of each unit of a model, by the unit's name.
 
     A tied weight counts once.
     """
-    parallel.check_heads(model, config.fsdp.tensor_parallel)
-    units = {unit.name: unit for unit in parallel.units_of(model, config)}
+    over = config.fsdp.tensor_parallel
+    parallel.check_heads(model, over)
     default = config.precision.param or config.model.dtype
     groups = {
-        n: Group(n, parallel.dtype_of(u.dtype or default) or torch.float32)
-        for n, u in units.items()
+        name: Group(name, getattr(torch, dtype or default))
+        for name, dtype in units_of(model, config).items()
     }
-    split = parallel.split_globs(model) if config.fsdp.tensor_parallel > 1 else []
+    split = parallel.split_globs(model) if over > 1 else []
     for name, parameter in model.named_parameters():
-        path = name
-        while path not in units:
+        path, shape = name, parameter.shape
+        while path not in groups:
             path = path.rpartition(".")[0]
-        over = (
-            config.fsdp.tensor_parallel
-            if any(fnmatch.fnmatchcase(name, f"{glob}.*") for glob in split)
-            else 1
-        )
-        groups[path].numel += parameter.numel() // over
-        groups[path].is_trained.append(parameter.requires_grad)
-        groups[path].shapes.append(
-            torch.Size((-(-parameter.shape[0] // over), *parameter.shape[1:]))
-            if parameter.ndim
-            else parameter.shape
-        )
+        if any(fnmatch.fnmatchcase(name, f"{glob}.*") for glob in split):
+            shape = torch.Size((-(-shape[0] // over), *shape[1:]))
+        groups[path].shapes.append(shape)
     return groups
 
 
@@ -90,7 +92,7 @@ def warnings_of(
             "nothing is sharded: every rank holds parameters, gradients and optimizer state whole"
         ]
     found = []
-    in_root = [n for n in parallel.embeddings_of(model) if n not in groups]
+    in_root = [n for n in embeddings_of(model) if n not in groups]
     inner = [g for n, g in groups.items() if n]
     total = sum(g.numel for g in groups.values())
     if not inner:
@@ -123,7 +125,7 @@ def warnings_of(
 def _uneven(groups: dict[str, Group], num_shards: int) -> list[str]:
     """Returns a warning if rank 0 holds much more than its part."""
     total = sum(group.numel for group in groups.values())
-    mine = sum(local_numel(group, num_shards) for group in groups.values())
+    mine = sum(group.local_numel(num_shards) for group in groups.values())
     if mine * num_shards <= total * (1 + _UNEVEN):
         return []
     odd = sum(bool(s and s[0] % num_shards) for g in groups.values() for s in g.shapes)
@@ -156,18 +158,6 @@ def _sizes(inner: list[Group]) -> list[str]:
     return found
 
 
-def local_numel(group: Group, over: int, trained_only: bool = False) -> int:
-    """Returns the elements that rank 0 has of a unit, or of what is trained in it.
-
-    They are the first of `over` parts along dim 0 of each parameter.
-    """
-    return sum(
-        (-(-shape[0] // over) * (shape.numel() // max(1, shape[0])) if shape else 1)
-        for shape, is_trained in zip(group.shapes, group.is_trained, strict=True)
-        if is_trained or not trained_only
-    )
-
-
 def label(name: str) -> str:
     """Returns a unit's name for people."""
     return name or "(root)"
@@ -193,23 +183,11 @@ def show(config: Config, sizes: Degrees) -> None:
     groups = groups_of(model, config)
     console = wide_console()
     fsdp = config.fsdp
-    mesh = " x ".join(
-        f"{n} {what}"
-        for n, what in (
-            (sizes.replicate, "replicate"),
-            (sizes.shard, "shard"),
-            (sizes.tensor, "tensor"),
-        )
-    )
+    mesh = f"{sizes.replicate} replicate x {sizes.shard} shard x {sizes.tensor} tensor"
     console.print(f"[bold]{fsdp.api.upper()} {fsdp.strategy}[/], ranks: {mesh}", highlight=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, justify in (
-        ("module", "left"),
-        ("class", "left"),
-        ("parameters", "right"),
-        ("unit", "left"),
-        ("gathers", "right"),
-    ):
+    for name in ("module", "class", "parameters", "unit", "gathers"):
+        justify = "right" if name in ("parameters", "gathers") else "left"
         table.add_column(name, justify=justify, no_wrap=True)
     for row in _rows(model, groups):
         table.add_row(*row)
@@ -225,7 +203,7 @@ def show(config: Config, sizes: Degrees) -> None:
         console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True)
 
 
-def _rows(model: nn.Module, groups: dict[str, Group]) -> list[tuple[str, str, str, str, str]]:
+def _rows(model: nn.Module, groups: dict[str, Group]) -> list[tuple[str, ...]]:
     """Returns a row per module that has parameters.
 
     Siblings that differ only in the number of their name share one row.
@@ -234,41 +212,27 @@ def _rows(model: nn.Module, groups: dict[str, Group]) -> list[tuple[str, str, st
 
     def visit(name: str, module: nn.Module, depth: int, shown: str) -> None:
         numel = sum(p.numel() for p in module.parameters())
-        group = groups.get(name)
-        mark = ("[green]■[/]", size(group.nbytes)) if group else ("", "")
+        mark = ("[green]■[/]", size(groups[name].nbytes)) if name in groups else ("", "")
         rows.append((f"{'  ' * depth}{escape(shown)}", type(module).__name__, f"{numel:,}", *mark))
-        children = [(n, m) for n, m in module.named_children() if any(True for _ in m.parameters())]
-        i = 0
-        while i < len(children):
-            child, inner = children[i]
-            path = f"{name}.{child}" if name else child
-            alike = i + 1
-            while (
-                alike < len(children)
-                and child.isdigit()
-                and _shape(path, inner, groups)
-                == _shape(
-                    f"{name}.{children[alike][0]}" if name else children[alike][0],
-                    children[alike][1],
-                    groups,
-                )
-            ):
-                alike += 1
-            several = f" … {children[alike - 1][0]}  (each of {alike - i})" if alike > i + 1 else ""
-            visit(path, inner, depth + 1, child + several)
-            i = alike
+        children = [
+            (child, f"{name}.{child}" if name else child, inner)
+            for child, inner in module.named_children()
+            if any(True for _ in inner.parameters())
+        ]
+        # a key of its own where the name is no number
+        alike = lambda one: _shape(*one[1:], groups) if one[0].isdigit() else one[0]  # noqa: E731
+        for _, found in itertools.groupby(children, alike):
+            (child, path, inner), *others = found
+            if others:
+                child += f" … {others[-1][0]}  (each of {len(others) + 1})"
+            visit(path, inner, depth + 1, child)
 
     visit("", model, 0, "(root)")
     return rows
 
 
 def _shape(name: str, module: nn.Module, groups: dict[str, Group]) -> tuple[object, ...]:
-    """Returns the properties that similar modules share.
-
-    They are classes, shapes of parameters, and which of their parts are units.
-    """
+    """Returns what similar modules share: class, shapes, and which of their parts are units."""
     parameters = tuple((n, tuple(p.shape)) for n, p in module.named_parameters())
-    units = tuple(
-        unit[len(name) :] for unit in groups if unit == name or unit.startswith(f"{name}.")
-    )
+    units = tuple(n[len(name) :] for n in groups if n == name or n.startswith(f"{name}."))
     return type(module), parameters, units

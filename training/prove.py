@@ -6,37 +6,35 @@ Every rank does this alone, so a mistake is one line, and not a rank that waits 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from training import changes, factory, parallel, weights
-from training import config as configuration
 from training import model as models
-from training.config import Config, ConfigError, Degrees
-from training.data import Tokens, check_tokenizer, open_tokens
+from training.batch import DataSet
+from training.checks import Degrees, check
+from training.config import Config, ConfigError
+from training.data import check_tokenizer, open_tokens
 from training.examples import Examples
-from training.factory import Rows
 from training.loggers import check_loggers
+from training.units import check_blocks, units_of
 
 
 @dataclass(slots=True)
 class Plan:
-    """The parts of a run that exist before any rank waits for another.
+    """The parts of a run that exist before any rank waits for another."""
 
-    They are the model on the meta device, the data, and the sizes of the mesh.
-    """
-
-    config: Config
-    text: str  # the resolved configuration, as TOML
+    given: Config  # as checkpoints and config.toml have it
+    config: Config  # as the loop uses it: with steps for epochs, and rows as sequences of one token
     sizes: Degrees
-    model: nn.Module
-    tokens: Tokens | Examples | Rows
-    validation: Tokens | Examples | Rows | None
+    model: nn.Module  # on the meta device, or with the values of a factory
+    rows: DataSet
+    validation: DataSet | None
     notes: list[str]  # on what the configuration asks for and what is done instead
-    converts: bool = False  # whether transformers converts the weights of `model.path`
+    converts: bool  # whether transformers converts the weights of `model.path`
 
 
 def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
@@ -45,46 +43,49 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
     Raises:
         ConfigError: mesh, units, data, sequence length or an earlier run do not fit.
     """
-    sizes = configuration.check(config, world_size, local_world_size)
-    notes: list[str] = []
+    sizes, notes = check(config, world_size, local_world_size), list[str]()
     if not torch.cuda.is_available():
         config, notes = parallel.without_gpu(config)
+    given = config
     check_loggers(config)
     _check_places(config)
-    changes.check_directory(config, Path(config.run.dir))
-    text, config = configuration.to_toml(config), _of_rows(config)
-    model, data = models.make(config), config.data
-    parallel.units_of(model, config)
-    parallel.check_blocks(model, config)
+    changes.check_directory(config)
+    if config.model.factory:
+        config = config.having("data", seq_len=1)  # a row stands for a sequence of one token
+    model, has_weights = models.make(config), bool(config.model.path and config.model.weights)
+    units_of(model, config)
+    check_blocks(model, config)
     parallel.check_heads(model, config.fsdp.tensor_parallel)
-    if data.seq_len > models.max_seq_len(model):
+    if config.data.seq_len > models.max_seq_len(model):
         raise ConfigError(
-            f"data.seq_len = {data.seq_len}, and the model takes sequences of at most"
+            f"data.seq_len = {config.data.seq_len}, and the model takes sequences of at most"
             f" {models.max_seq_len(model)}"
         )
-    has_weights = bool(config.model.path and config.model.weights)
     converts = has_weights and weights.check_weights(model, config)
     parallel.check_backend(config)
-    if config.model.factory:
-        factory.loss_of(config)
-    tokens = open_data(config, model, "data.train")
-    validation = None
+    rows, validation = open_data(config, model, "data.train"), None
     if config.metrics.validate_every:
         validation = open_data(config, model, "data.validation")
-    notes += _notes_on(config, model, tokens, validation)
+    if config.model.factory:
+        # the trial with two rows may have changed the first one
+        tried, model = set(map(id, model.parameters())), models.make(config)
+        if any(id(parameter) in tried for parameter in model.parameters()):
+            raise ConfigError(
+                f"model.factory: {config.model.factory} returned the same parameters twice: make a"
+                " new module, with values, at each call"
+            )
+    notes += _notes_on(config, model, rows, validation)
     if config.run.epochs:
-        steps = steps_in(config, tokens.windows(data.seq_len))
-        config = replace(config, run=replace(config.run, steps=steps))
-        notes.append(f"run.epochs = {config.run.epochs} are {steps} steps")
-    return Plan(config, text, sizes, model, tokens, validation, notes, converts)
+        config = config.having("run", steps=steps_in(config, len(rows)))
+        notes.append(f"run.epochs = {config.run.epochs} are {config.run.steps} steps")
+    return Plan(given, config, sizes, model, rows, validation, notes, converts)
+
+
+_READ_ONLY = ("http", "https", "data")  # stores that cannot be written
 
 
 def _check_places(config: Config) -> None:
-    """Refuses places that cannot hold a run, or that lack what they should have.
-
-    Raises:
-        ConfigError: with the key.
-    """
+    """Refuses places that cannot hold a run, or that lack what they should have."""
     for key, place in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
         scheme, colon, rest = place.partition("://")
         if colon and key == "run.dir":
@@ -102,9 +103,6 @@ def _check_places(config: Config) -> None:
         raise ConfigError(f"run.resume_from = {start!r}: there is no such checkpoint")
 
 
-_READ_ONLY = ("http", "https", "data")
-
-
 def _can_be_directory(path: Path) -> bool:
     path = path.absolute()
     while not path.exists() and not path.is_symlink():
@@ -113,24 +111,21 @@ def _can_be_directory(path: Path) -> bool:
 
 
 def _notes_on(
-    config: Config,
-    model: nn.Module,
-    tokens: Tokens | Examples | Rows,
-    validation: Tokens | Examples | Rows | None,
+    config: Config, model: nn.Module, rows: DataSet, validation: DataSet | None
 ) -> list[str]:
-    """Returns notes on data that is cut, and on types that round.
-
-    Raises:
-        ConfigError: packing does not fit the data, or the model.
-    """
-    notes = []
-    for key, opened in (("data.train", tokens), ("data.validation", validation)):
-        if opened is not None:
-            notes += _notes_on_examples(opened, config.data, key)
+    """Returns notes on data that is cut, and on what the model is trained without."""
+    notes = _notes_on_rows(config, rows, "data.train")
     if config.data.packing:
-        _check_packing(model)
+        _check_packing(model, rows)
     if validation is not None:
-        notes += _notes_on_validation(config, validation)
+        notes += _notes_on_rows(config, validation, "data.validation")
+        size, batches = config.data.batch_size, config.metrics.validate_batches
+        used = min(batches, len(validation) // size) * size
+        if used < len(validation):
+            notes.append(
+                f"data.validation: a validation uses the first {used:,} of {len(validation):,}"
+                " rows, whole batches of data.batch_size up to metrics.validate_batches"
+            )
     about = getattr(model, "config", None)
     if getattr(about, "output_router_logits", False) and getattr(about, "router_aux_loss_coef", 0):
         notes.append(
@@ -145,27 +140,7 @@ def _notes_on(
     return notes
 
 
-def _notes_on_validation(config: Config, validation: Tokens | Examples | Rows) -> list[str]:
-    """Returns a note if a validation uses a part of its data only: it takes whole batches."""
-    num_rows, size = validation.windows(config.data.seq_len), config.data.batch_size
-    used = min(config.metrics.validate_batches, num_rows // size) * size
-    if used == num_rows:
-        return []
-    text = (
-        f"data.validation: a validation uses the first {used:,} of {num_rows:,} rows, whole batches"
-        " of data.batch_size up to metrics.validate_batches"
-    )
-    return [text]
-
-
-def _of_rows(config: Config) -> Config:
-    """Returns the configuration of a factory's module with rows for sequences of one token."""
-    if not config.model.factory:
-        return config
-    return replace(config, data=replace(config.data, seq_len=1))
-
-
-def open_data(config: Config, model: nn.Module, key: str) -> Tokens | Examples | Rows:
+def open_data(config: Config, model: nn.Module, key: str) -> DataSet:
     """Maps training or validation data: tokens, examples, or rows for a factory's module.
 
     Raises:
@@ -175,7 +150,7 @@ def open_data(config: Config, model: nn.Module, key: str) -> Tokens | Examples |
     path = data.train if key == "data.train" else data.validation
     if config.model.factory:
         rows = factory.open_rows(path, key, data.batch_size)
-        factory.check_rows(config, model, rows, key)
+        factory.try_rows(model, config, rows, key)
         return rows
     opened = open_tokens(
         path, data.seq_len, data.batch_size, models.vocab_size(model), key, data.packing
@@ -188,15 +163,17 @@ def open_data(config: Config, model: nn.Module, key: str) -> Tokens | Examples |
 _PACKS = ("llama", "opt")  # whose packed losses a test compares with those of single examples
 
 
-def _check_packing(model: nn.Module) -> None:
+def _check_packing(model: nn.Module, rows: DataSet) -> None:
     """Refuses packing for models that may look beyond an example, or not as far as they should.
 
     transformers drops the mask of a sliding window where it is given another one, and a convolution
     or a recurrent layer sees the neighbour.
-
-    Raises:
-        ConfigError: the model is not among those that a test has compared.
     """
+    if not isinstance(rows, Examples):
+        raise ConfigError(
+            f"data.packing is for examples of a JSONL file, and {rows.name} is one stretch of"
+            " tokens"
+        )
     kind = getattr(model.config, "model_type", None)
     if not isinstance(model, models.Decoder) and kind not in _PACKS:
         raise ConfigError(
@@ -205,38 +182,26 @@ def _check_packing(model: nn.Module) -> None:
         )
 
 
-def _notes_on_examples(
-    tokens: Tokens | Examples | Rows, data: configuration.Data, key: str
-) -> list[str]:
-    """Returns notes on examples that are cut.
-
-    Raises:
-        ConfigError: `data.packing` is set for tokens that are no examples, or the examples have
-            nothing that is trained on.
-    """
-    if not isinstance(tokens, Examples):
-        if data.packing and key == "data.train":
-            raise ConfigError(
-                f"data.packing is for examples of a JSONL file, and {tokens.name} is one stretch of"
-                " tokens"
-            )
+def _notes_on_rows(config: Config, rows: DataSet, key: str) -> list[str]:
+    """Returns notes on examples that are cut."""
+    if not isinstance(rows, Examples):
         return []
-    total, cut = len(tokens.starts) - 1, tokens.num_cut
-    if tokens.num_idle == total:
+    seq_len, total = config.data.seq_len, len(rows.starts) - 1
+    if rows.num_idle == total:
         raise ConfigError(
-            f"{key}: data.seq_len = {data.seq_len} cuts the completions of all {total:,} examples"
+            f"{key}: data.seq_len = {seq_len} cuts the completions of all {total:,} examples"
         )
-    notes = [f"{key}: {total:,} examples in {tokens.windows(data.seq_len):,} rows"]
-    if cut:
-        notes.append(f"{cut:,} examples are longer than data.seq_len = {data.seq_len}: cut")
-    if tokens.num_idle:
-        notes.append(f"in {tokens.num_idle:,} of these nothing is left that is trained on")
+    notes = [f"{key}: {total:,} examples in {len(rows):,} rows"]
+    if cut := rows.num_cut:
+        notes.append(f"{cut:,} examples are longer than data.seq_len = {seq_len}: cut")
+    if rows.num_idle:
+        notes.append(f"in {rows.num_idle:,} of these nothing is left that is trained on")
     return notes
 
 
-def steps_in(config: Config, num_sequences: int) -> int:
-    """Returns the steps of `run.epochs` passes over so many sequences."""
+def steps_in(config: Config, num_rows: int) -> int:
+    """Returns the steps of `run.epochs` passes over so many rows."""
     size, epochs = config.data.batch_size, config.run.epochs
     if config.data.drop_last:
-        return epochs * (num_sequences // size)
-    return -(-epochs * num_sequences // size)
+        return epochs * (num_rows // size)
+    return -(-epochs * num_rows // size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,12 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from ckpt_tools import CheckpointManager
 from training import changes, factory, parallel, weights
-from training import config as configuration
-from training.config import Config, ConfigError
+from training.config import Config, to_toml
 from training.job import Job, build, seed_generators
 from training.loggers import open_loggers
 from training.loss import evaluate, logits_for, loss_of
-from training.metrics import Meter, loss_and_peak
+from training.metrics import Meter, loss_and_peak, mean_loss
 from training.profiling import Profiler
 from training.prove import Plan
 
@@ -38,10 +38,9 @@ def train(
         ConfigError: the model does not fit the mesh, or the device.
         CheckpointError: a save or a resume failed.
     """
-    config, rank = plan.config, dist.get_rank()
-    directory, checkpoint = Path(config.run.dir), config.checkpoint
-    job = build(plan, device)
-    loggers = open_loggers(config, directory) if rank == 0 else []
+    config, checkpoint, is_first = plan.config, plan.config.checkpoint, dist.get_rank() == 0
+    directory, job = Path(config.run.dir), build(plan, device)
+    loggers = open_loggers(config, directory) if is_first else []
     with CheckpointManager(
         checkpoint.dir or directory,
         keep_last=checkpoint.keep_last,
@@ -52,45 +51,13 @@ def train(
         mirror_every=checkpoint.mirror_every or None,
         on_commit=[logger.committed for logger in loggers],
     ) as checkpoints:
-        first, notes = _resume(job, checkpoints, plan.converts)
-        has_weights = config.model.path and config.model.weights
-        if rank == 0:
+        first, notes = _resume(job, checkpoints)
+        if is_first:
             directory.mkdir(parents=True, exist_ok=True)
-            (directory / "config.toml").write_text(job.text, encoding="utf-8")
-        began = (
-            f"resumed at step {first}"
-            if first
-            else f"from the weights in {config.model.path}"
-            if has_weights
-            else "from scratch"
-        )
-        meter = Meter(
-            directory,
-            first,
-            config.run.steps,
-            config.metrics.every,
-            config.metrics.progress,
-            loggers,
-            "rows" if config.model.factory else "tokens",
-        )
-        is_part = job.num_trained < job.num_parameters
-        trained = f", {job.num_trained:,} of them trained," * is_part
-        meter.say(
-            f"{job.num_parameters:,} parameters{trained} on {dist.get_world_size()} ranks"
-            f" ({device.type}), {began}"
-        )
-        data = job.tokens.identity
-        what = "rows" if config.model.factory else f"tokens ({data['tokenizer']})"
-        meter.say(
-            f"data: {data['name']}, {data['tokens']:,} {what}, fingerprint {data['fingerprint']}"
-        )
-        for note in (*plan.notes, *notes):
-            meter.say(note)
-        if first >= config.run.steps:
-            meter.say(
-                f"nothing to do: run.steps = {config.run.steps}, and the checkpoint has step"
-                f" {first}"
-            )
+            (directory / "config.toml").write_text(to_toml(plan.given), encoding="utf-8")
+        meter = Meter(config, first, loggers)
+        for text in (*_about(job, first), *plan.notes, *notes):
+            meter.say(text)
         number = _loop(job, checkpoints, meter, first, profile_steps)
         checkpoints.wait()
         meter.close()
@@ -99,55 +66,56 @@ def train(
     if logits and not number:
         with parallel.computing(config, device):
             written = logits_for(job.model, device)
-        if rank == 0:
+        if is_first:
             torch.save(written, logits)
     if config.run.export and not number:
         _export(job, checkpoints, meter)
     return 128 + number if number else 0
 
 
-def _resume(job: Job, checkpoints: CheckpointManager, converts: bool) -> tuple[int, list[str]]:
+def _about(job: Job, first: int) -> Iterator[str]:
+    """Yields what a start says of the model and the data."""
+    model, run, data = job.config.model, job.config.run, job.plan.rows.identity
+    began = f"from the weights in {model.path}" if model.path and model.weights else "from scratch"
+    began = f"resumed at step {first}" if first else began
+    is_part = job.num_trained < job.num_parameters
+    trained = f", {job.num_trained:,} of them trained," * is_part
+    ranks = f"{dist.get_world_size()} ranks ({job.device.type})"
+    yield f"{job.num_parameters:,} parameters{trained} on {ranks}, {began}"
+    what = "rows" if model.factory else f"tokens ({data['tokenizer']})"
+    yield f"data: {data['name']}, {data['tokens']:,} {what}, fingerprint {data['fingerprint']}"
+    if first >= run.steps:
+        yield f"nothing to do: run.steps = {run.steps}, and the checkpoint has step {first}"
+
+
+def _resume(job: Job, checkpoints: CheckpointManager) -> tuple[int, list[str]]:
     """Loads the newest checkpoint, or the weights that a new run starts from.
 
     Returns its step, and remarks.
-
-    Raises:
-        ConfigError: the data, or a key that must not change, has changed.
     """
-    config, state = job.config, job.state(0)
-    has_weights, notes = config.model.path and config.model.weights, []
-    if config.lora.rank:
-        notes += weights.load_weights(job.model, config.model.path, converts)
-    with changes.explaining_groups(job.optimizer):
+    config, state, notes = job.config, job.state(0), list[str]()
+    model, has_adapters = config.model, bool(config.lora.rank)
+    if has_adapters:
+        notes += weights.load_weights(job.model, model.path, job.plan.converts)
+    with changes.keeping_hyperparameters(job.optimizer, job.scheduler):
         number = checkpoints.resume(state, path=changes.start_of(config, checkpoints))
     if number is None:
-        if has_weights and not config.lora.rank:
-            notes += weights.load_weights(job.model, config.model.path, converts)
+        if model.path and model.weights and not has_adapters:
+            notes += weights.load_weights(job.model, model.path, job.plan.converts)
         return 0, notes
-    stored = state["train_state"]
-    first = int(stored["step"])
-    if job.source != stored.get("source", job.source):
-        notes.append(f"the file of {config.model.factory} has changed since the checkpoint")
-    notes += changes.check_base(stored.get("base", ""), job.base, config.model.may_change)
-    notes += changes.check_data(stored.get("data"), job.tokens.identity, config.data.may_change)
-    notes += changes.check_description(stored.get("model"), job.about, config.model.may_change)
-    notes += changes.notes_on(state["config"], configuration.parse(job.text, "config"))
-    if config.run.epochs and changes.batch_size(state["config"]) != config.data.batch_size:
-        raise ConfigError(
-            "run.epochs with another data.batch_size than the checkpoint's: the steps so far saw"
-            " another number of sequences; give run.steps"
-        )
+    stored, before = state["train_state"], changes.config_of(state)
+    notes += changes.check_same(stored, job.about, config)
+    notes += changes.notes_on(before, job.plan.given)
     best, there = stored.get("best"), {step.number for step in checkpoints.steps()}
     # a loss on other data cannot be compared, and a step may be gone
-    if best and best[0] in there and stored.get("validation") == job.validated_on:
+    if best and best[0] in there and stored.get("validation") == job.about["validation"]:
         job.best = (int(best[0]), float(best[1]))
-    if changes.tensor_parallel(state["config"]) != config.fsdp.tensor_parallel:
-        seed_generators(config.run.seed + first, job.mesh)
+    if before.fsdp.tensor_parallel != config.fsdp.tensor_parallel:
+        seed_generators(config.run.seed + int(stored["step"]), job.mesh)
         notes.append(
             "fsdp.tensor_parallel was changed: the random generators of all ranks start anew"
         )
-    changes.apply_optim(config, job.optimizer, job.scheduler)
-    return first, notes
+    return int(stored["step"]), notes
 
 
 def _loop(
@@ -157,38 +125,25 @@ def _loop(
 
     Returns the signal that ended it early, or 0.
     """
-    config, checkpoint = job.config, job.config.checkpoint
-    if checkpoint.keep_best and job.best is not None:
+    config, every = job.config, job.config.checkpoint.every
+    if config.checkpoint.keep_best and job.best is not None:
         checkpoints.protected_steps.add(job.best[0])
     with Profiler(Path(config.run.dir) / "profile", profile_steps, job.device) as profiler:
         if problem := profiler.problem(config.run.steps - first):
             meter.say(f"warning: {problem}")
         for step in range(first + 1, config.run.steps + 1):
             lr = job.scheduler.get_last_lr()[0]
-            is_saved = step == config.run.steps or (
-                checkpoint.every > 0 and step % checkpoint.every == 0
-            )
+            is_saved = step == config.run.steps or (every > 0 and step % every == 0)
             with profiler.measuring_memory(job.model, job.optimizer, config):
                 loss, norm = take_step(job, meter, is_saved or meter.is_due(step))
             number = checkpoints.preempted()
             is_saved = is_saved or bool(number)
             everyone = loss_and_peak(loss) if is_saved or meter.is_due(step) else []
-            if everyone and not (
-                all(math.isfinite(of_rank[0]) for of_rank in everyone)
-                and (norm is None or math.isfinite(norm.item()))
-            ):
+            if everyone and not _are_finite(everyone, norm):
                 _not_finite(config, meter, step)
-            # the loss of a step without any target says nothing
-            metrics = {"loss": _mean_loss(everyone)} if everyone and job.num_targets else {}
-            if job.validation and (
-                step % config.metrics.validate_every == 0 or step == config.run.steps
-            ):
-                with meter.pausing():
-                    validated = evaluate(job, job.validation)
-                    meter.validation(step, validated)
-                metrics["validation_loss"] = validated
-                if config.checkpoint.keep_best and is_saved:
-                    _note_best(job, checkpoints, step, validated)
+            metrics = _validate(job, checkpoints, meter, step, is_saved)
+            if everyone and job.num_targets:  # else the loss says nothing
+                metrics["loss"] = mean_loss(everyone)
             if job.loss_note:
                 meter.say(f"warning: {job.loss_note}")
                 job.loss_note = ""
@@ -202,36 +157,42 @@ def _loop(
                         only=job.saved_part,
                         metrics=metrics,
                     )
-            meter.step(
-                step,
-                everyone,
-                config.data.batch_size * config.data.seq_len,
-                lr,
-                norm,
-                job.sampler.epoch,
-                bool(job.num_targets),
-            )
+            meter.step(step, job, everyone, lr, norm)
             profiler.step()
             if number:
-                meter.say(
-                    f"got {signal.Signals(number).name}: saved step {step}, start again to go on"
-                )
+                name = signal.Signals(number).name
+                meter.say(f"got {name}: saved step {step}, start again to go on")
                 return number
     return 0
 
 
-def _mean_loss(everyone: list[list[float]]) -> float:
-    """Returns the mean over ranks of what `loss_and_peak` has gathered."""
-    return sum(of_rank[0] for of_rank in everyone) / len(everyone)
+def _validate(
+    job: Job, checkpoints: CheckpointManager, meter: Meter, step: int, is_saved: bool
+) -> dict[str, float]:
+    """Validates after the steps that are due, and protects the best step that is saved."""
+    every, rows = job.config.metrics.validate_every, job.plan.validation
+    if rows is None or (step % every and step != job.config.run.steps):
+        return {}
+    with meter.pausing():
+        loss = evaluate(job, rows)
+        meter.validation(step, loss)
+    if job.config.checkpoint.keep_best and is_saved:
+        if job.best is None or loss < job.best[1]:
+            job.best = step, loss
+        checkpoints.protected_steps.clear()
+        checkpoints.protected_steps.add(job.best[0])
+    return {"validation_loss": loss}
+
+
+def _are_finite(everyone: list[list[float]], norm: Tensor | None) -> bool:
+    is_finite = norm is None or math.isfinite(norm.item())
+    return is_finite and all(math.isfinite(of_rank[0]) for of_rank in everyone)
 
 
 def _check_buffers(job: Job) -> None:
     """Refuses to save buffers that a factory's module has changed differently on each rank.
 
     Only rank 0's would be saved, and a resume would continue from them.
-
-    Raises:
-        ConfigError: with the name of the first such buffer.
     """
     if job.loss is not None and dist.get_world_size() > 1:
         buffers = {name.removeprefix("module."): b for name, b in job.model.named_buffers()}
@@ -239,20 +200,8 @@ def _check_buffers(job: Job) -> None:
         factory.check_equal(buffers, "after this step", remedy)
 
 
-def _note_best(job: Job, checkpoints: CheckpointManager, step: int, loss: float) -> None:
-    """Keeps a step from removal if its validation loss is the lowest so far."""
-    if job.best is None or loss < job.best[1]:
-        job.best = step, loss
-    checkpoints.protected_steps.clear()
-    checkpoints.protected_steps.add(job.best[0])
-
-
 def _not_finite(config: Config, meter: Meter, step: int) -> None:
-    """Ends the training, or warns if `run.stop_at_nan` is false. Later steps would be useless.
-
-    Raises:
-        LossError: by default.
-    """
+    """Ends the training, or warns if `run.stop_at_nan` is false. Later steps would be useless."""
     text = f"the loss of step {step}, or the norm of its gradients, is not finite"
     if config.run.stop_at_nan:
         raise LossError(

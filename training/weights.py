@@ -10,13 +10,13 @@ import copy
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -25,9 +25,8 @@ from ckpt_tools.core.naming import strip_wrappers
 from training.config import Config, ConfigError
 from training.initialize import keep_shard
 from training.model import sizes_of
-from training.pretrained import is_adapted, is_of_adapter
+from training.pretrained import is_adapted, is_of_adapter, make
 
-_SHARD_BYTES = 5 << 30  # of an export with experts
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _BESIDE = (".json", ".txt", ".jinja", ".md", ".model", ".npy")  # no weights
 _PEFT_PREFIX, _BELOW = "base_model.model.", ".base_layer."
@@ -126,7 +125,11 @@ def _stored_shapes(path: str) -> dict[str, tuple[int, ...]]:
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
     """Returns parameters and persistent buffers by the names that files have; no adapters."""
-    held = {strip_wrappers(name) for name in model.state_dict()} if not _is_fsdp1(model) else None
+    held = (
+        {strip_wrappers(name) for name in model.state_dict()}
+        if not isinstance(model, FullyShardedDataParallel)
+        else None
+    )
     both = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     named = {strip_wrappers(name): tensor for name, tensor in both}
     return {
@@ -139,10 +142,6 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 def _unwrapped(model: nn.Module) -> nn.Module:
     """Returns the model below DDP or FSDP1."""
     return getattr(model, "module", model)
-
-
-def _is_fsdp1(model: nn.Module) -> bool:
-    return isinstance(model, FullyShardedDataParallel)
 
 
 def _misfits(model: nn.Module, stored: set[str]) -> tuple[set[str], set[str]]:
@@ -252,15 +251,20 @@ def export(step: str, directory: Path, config: Config, model: nn.Module) -> None
     directory.mkdir(exist_ok=True)
     file = directory / "model.safetensors"
     ckpt_tools.merge(step, file, overwrite=True)
-    if config.model.path:
-        _copy_files(Path(config.model.path), directory, config.model.dtype)
-        if _converts(model, file):
-            _split_experts(file, directory, model)
+    if not config.model.path:
+        name = config.model.factory
+        about = {"factory": name} if name else asdict(sizes_of(config))
+        (directory / "model.json").write_text(json.dumps(about, indent=1) + "\n")
         return
-    about = {"factory": config.model.factory}
-    if not config.model.factory:
-        about = asdict(sizes_of(config.model))
-    (directory / "model.json").write_text(json.dumps(about, indent=1) + "\n")
+    if _uses_experts(_stored(str(file))) and _conversions(model, set())[0]:
+        # experts one by one, as the files of the hub have them, in files of at most 5 GB
+        whole = load_file(file)
+        for merged in directory.glob(f"{file.name}*"):
+            merged.unlink()  # with its manifest; the tensors stay mapped
+        with torch.device("meta"):
+            shell: Any = make(config.model.path)
+        shell.save_pretrained(directory, state_dict=whole, max_shard_size="5GB")
+    _copy_files(Path(config.model.path), directory, config.model.dtype)
 
 
 def _copy_files(path: Path, directory: Path, dtype: str) -> None:
@@ -281,50 +285,3 @@ def _export_adapter(step: str, directory: Path, model: nn.Module) -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings.save_pretrained(folder)
         ckpt_tools.convert(step, directory, to="peft", base=folder, overwrite=directory.exists())
-
-
-def _converts(model: nn.Module, file: Path) -> bool:
-    converters, _ = _conversions(model, set())
-    return bool(converters) and _uses_experts(_stored(str(file)))
-
-
-def _split_experts(file: Path, directory: Path, model: nn.Module) -> None:
-    """Writes experts one by one, as the files of the hub have them, to files of about 5 GiB."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    shards: list[dict[str, Tensor]] = [{}]
-    written: list[tuple[Path, list[str]]] = []
-    total = used = 0
-
-    def flush() -> None:
-        part = directory / f".part-{len(written)}.safetensors"
-        save_file(shards[0], part, metadata={"format": "pt"})
-        written.append((part, list(shards[0])))
-        shards[0] = {}
-
-    for name, tensor in _each(file):
-        parts = revert_weight_conversion(_unwrapped(model), {name: tensor})
-        for key, part in parts.items():
-            shards[0][key] = part.contiguous()
-            total, used = total + part.nbytes, used + part.nbytes
-        if used >= _SHARD_BYTES:
-            flush()
-            used = 0
-    if shards[0]:
-        flush()
-    file.unlink()
-    for manifest in directory.glob(f"{file.name}.ckpt.manifest.*.json"):
-        manifest.unlink()  # of the file that is gone
-    weight_map = {}
-    for number, (part, names) in enumerate(written, start=1):
-        name = f"model-{number:05d}-of-{len(written):05d}.safetensors"
-        part.replace(directory / name)
-        weight_map |= dict.fromkeys(names, name)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _each(file: Path) -> Iterator[tuple[str, Tensor]]:
-    with ckpt_tools.open(file) as tensors:
-        for name in tensors:
-            yield name, tensors[name].torch()

@@ -59,7 +59,7 @@ def bare(config: Config) -> float:
         start = step * data.batch_size + dist.get_rank() * part
         inputs, targets = (
             t.to(device.here())
-            for t in tokens.sequences(list(range(start, start + part)), data.seq_len)
+            for t in tokens.batch(list(range(start, start + part)), slice(None))[:2]
         )
         loss = F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
         loss.backward()

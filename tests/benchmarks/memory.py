@@ -24,6 +24,7 @@ from tests.dist import device
 from training import config as configuration
 from training import estimate
 from training import model as models
+from training.checks import check
 from training.job import build
 from training.metrics import gather, peak_mib
 from training.plan import groups_of
@@ -141,15 +142,8 @@ def strategies(num_ranks: int = 2) -> None:
         with tempfile.TemporaryDirectory() as folder:
             chosen = [*BASE, *options.split(), f"run.dir={folder}/run"]
             config = configuration.resolve(None, chosen)
-            sizes = configuration.check(config, num_ranks, num_ranks)
-            groups = groups_of(models.make(config), config)
-            sequences = config.data.batch_size // sizes.data // config.data.accumulation
-            expected = (
-                estimate.memory_of(
-                    config, sizes, groups, estimate.activations_of(config, sequences)
-                ).peak
-                / 2**20
-            )
+            sizes = check(config, num_ranks, num_ranks)
+            expected = sum(estimate.memory_of(config, sizes).values()) / 2**20
             measured = peak(num_ranks, "train", *chosen)
             print(
                 f"| {name} | {expected:,.0f} | {measured:,.0f} | {measured / expected:.2f} |",

@@ -15,17 +15,17 @@ from training.data import Tokens
 from training.prove import prove
 
 calls = []
-real = Tokens.sequences
+real = Tokens.batch
 
 
-def sequences(self, numbers, seq_len):  # the machine of rank 1 loses its disk
+def batch(self, numbers, mine):  # the machine of rank 1 loses its disk
     calls.append(1)
     if os.environ["RANK"] == "1" and len(calls) == 3:
         raise OSError(5, "Input/output error", "tokens.npy")
-    return real(self, numbers, seq_len)
+    return real(self, numbers, mine)
 
 
-Tokens.sequences = sequences
+Tokens.batch = batch
 torch.set_num_threads(1)
 place = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
 raise SystemExit(start(prove(configuration.resolve(None, sys.argv[1:]), *place)))

@@ -22,9 +22,11 @@ from tests.dist import device
 from training import config as configuration
 from training import model as models
 from training import parallel
+from training.batch import Batch
+from training.checks import keeps_flat
 from training.config import Config
 from training.data import Sampler, open_tokens
-from training.examples import Batch
+from training.initialize import FirstValues
 from training.job import Job, schedule
 from training.job import build as build_job
 from training.loss import loss_of
@@ -141,12 +143,10 @@ def plain(config: Config) -> list[float]:
     model = models.make(config).to_empty(device=device.here())
     if config.model.tied_embeddings:
         model.output.weight = model.tok_embeddings.weight
-    parallel.Init(
-        model, parallel.Drawn(model, config.run.seed, device.here(), parallel.every_module)
-    ).all(model)
+    FirstValues(model, config.run.seed, device.here(), lambda _: True).all(model)
     data = config.data
     tokens = open_tokens(data.train, data.seq_len, data.batch_size, 256)
-    sampler = Sampler(tokens.windows(data.seq_len), config.run.seed)
+    sampler = Sampler(len(tokens), config.run.seed)
     vectors = ("norm", "tok_embeddings", "bias")  # these do not decay
     groups = [[], []] if config.optim.decay != "all" and not (config.fsdp.api == "fsdp1" and not config.fsdp1.use_orig_params) else [[]]
     for name, parameter in model.named_parameters():
@@ -155,7 +155,7 @@ def plain(config: Config) -> list[float]:
     optimizer = torch.optim.AdamW([{"params": g, "weight_decay": r} for g, r in zip(groups, rates)], lr=config.optim.lr)
     losses = []
     for step in range(STEPS):
-        inputs, targets = (t.to(device.here()) for t in tokens.sequences(sampler.next_batch(data.batch_size), data.seq_len))
+        inputs, targets = (t.to(device.here()) for t in tokens.batch(sampler.next_batch(data.batch_size), slice(None))[:2])
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -189,7 +189,7 @@ def prove_memory() -> None:
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
             return tensor
 
-        inputs, targets = (t.to(job.device) for t in job.tokens.sequences(list(range(8)), job.config.data.seq_len))
+        inputs, targets = (t.to(job.device) for t in job.plan.rows.batch(list(range(8)), slice(None))[:2])
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss_of(job, Batch(inputs, targets, None, targets.numel())).backward()
         kept[every] = sum(s.nbytes() for s in storages.values())
@@ -212,7 +212,7 @@ def collectives(job: Job, root: Path) -> tuple[int, int, int]:
     """Counts all-gathers, reduce-scatters and all-reduces of gradients in one step, as torch's own
     profiler sees them.
     """
-    meter = Meter(root, 0, 1, 1, False)
+    meter = Meter(job.config, 0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         take_step(job, meter)
     meter.close()
@@ -241,17 +241,17 @@ def prove_effects() -> None:
     # before torch 2.13
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     assert all(p.offload_to_cpu for g in groups for p in g.fsdp_params)
-    take_step(job, Meter(Path("/nonexistent"), 0, 1, 1, False))
+    take_step(job, Meter(job.config, 0))
     assert all(p.grad is None for p in job.model.parameters())  # zeros would decay what was unused
     job = build("compute.compile=true", "compute.compile_backend=eager")
     assert all(parallel.find(job.model, f"layers.{i}")._compiled_call_impl is not None for i in range(4))
     calls = []
     job = build("fsdp.unshard_ahead=true")
-    unshard, sequences = type(job.model).unshard, type(job.tokens).sequences
+    unshard, batch = type(job.model).unshard, type(job.plan.rows).batch
     type(job.model).unshard = lambda *a, **k: (calls.append("unshard"), unshard(*a, **k))[1]
-    type(job.tokens).sequences = lambda *a, **k: (calls.append("read"), sequences(*a, **k))[1]
-    take_step(job, Meter(Path("/nonexistent"), 0, 1, 1, False))
-    type(job.model).unshard, type(job.tokens).sequences = unshard, sequences
+    type(job.plan.rows).batch = lambda *a, **k: (calls.append("read"), batch(*a, **k))[1]
+    take_step(job, Meter(job.config, 0))
+    type(job.model).unshard, type(job.plan.rows).batch = unshard, batch
     assert calls[:2] == ["unshard", "read"], calls
 
 
@@ -274,7 +274,7 @@ _plain: dict[object, list[float]] = {}
 
 def reference_of(config: Config) -> list[float]:
     """Returns the losses of the plain loop; of variants with the same model and optimizer, once."""
-    key = (config.model, config.optim.decay, config.optim.weight_decay, configuration.keeps_flat(config))
+    key = (str(config.model), config.optim.decay, config.optim.weight_decay, keeps_flat(config))
     if key not in _plain:
         _plain[key] = plain(config)
     return _plain[key]

@@ -32,9 +32,9 @@ def main(source: str, tokens_file: str, out: Path) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.01)
     tokens, losses = open_tokens(tokens_file, SEQ_LEN, BATCH, 256), []
-    sampler = Sampler(tokens.windows(SEQ_LEN), 0)
+    sampler = Sampler(len(tokens), 0)
     for _ in range(STEPS):
-        inputs, targets = tokens.sequences(sampler.next_batch(BATCH), SEQ_LEN)
+        inputs, targets = tokens.batch(sampler.next_batch(BATCH), slice(None))[:2]
         loss = F.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()

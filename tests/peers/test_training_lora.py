@@ -20,7 +20,7 @@ import ckpt_tools
 from tests.command import run_command
 from tests.jobs import PYTHON_PATH, torchrun_command
 from tests.peers.environments import JOBS, python_of
-from training.data import prepare
+from training.prepare import prepare
 
 STEPS = 6
 ENVIRONMENT = {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}

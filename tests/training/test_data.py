@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.config import ConfigError
-from training.data import Sampler, open_tokens, prepare, shuffled
+from training.data import Sampler, open_tokens, shuffled
+from training.prepare import prepare
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**40), epoch=st.integers(0, 100))
@@ -113,13 +115,11 @@ def test_windows_overlap_by_the_one_token_that_is_input_of_one_and_target_of_the
     text.write_bytes(bytes(range(100)))
     prepare([text], tmp_path / "tokens.npy", progress=False)
     tokens = open_tokens(str(tmp_path / "tokens.npy"), 10, 1, 256)
-    assert (
-        len(tokens.ids) == 101
-        and tokens.windows(10) == 10
-        and tokens.windows(100) == 1
-        and tokens.windows(101) == 0
-    )
-    inputs, targets = tokens.sequences([9, 0], 10)
+    assert len(tokens.ids) == 101
+    sizes = [len(replace(tokens, seq_len=seq_len)) for seq_len in (10, 100, 101)]
+    assert sizes == [10, 1, 0]
+    inputs, targets, _, num_targets = tokens.batch([9, 0], slice(None))
+    assert num_targets == 20
     assert inputs.tolist() == [list(range(90, 100)), list(range(10))]
     assert targets.tolist() == [[*range(91, 100), 10], list(range(1, 11))]
     assert inputs.dtype == torch.int64

@@ -21,9 +21,10 @@ from torch.nn import functional as F
 import ckpt_tools
 from tests.training.test_training import QUIET, command, lines, losses, run, sets
 from training import model as models
+from training.batch import IGNORED
 from training.config import ConfigError
-from training.data import Sampler, open_tokens, prepare
-from training.examples import IGNORED
+from training.data import Sampler, open_tokens
+from training.prepare import prepare
 from training.prove import prove
 
 STEPS, SEQ_LEN, BATCH = 4, 24, 4
@@ -80,7 +81,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def plain(model: Any, data: Path, packs: bool, call: Any) -> list[float]:
     """The losses of a loop that gives the model one example at a time."""
     tokens = open_tokens(f"{data}/pairs.npy", SEQ_LEN, BATCH, 256, packs=packs)
-    sampler = Sampler(tokens.windows(SEQ_LEN), 0)
+    sampler = Sampler(len(tokens), 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     found = []
     for step in range(STEPS):
@@ -148,7 +149,7 @@ def test_the_decoder_sees_each_example_alone(packs: bool, data: Path, tmp_path: 
     first = ckpt_tools.steps(tmp_path / "two")[0].path
     export = load_model(tmp_path / "two" / "export").train()
     tokens = open_tokens(f"{data}/pairs.npy", SEQ_LEN, BATCH, 256, packs=packs)
-    batch = tokens.batch(list(range(BATCH)), SEQ_LEN, slice(None))
+    batch = tokens.batch(list(range(BATCH)), slice(None))
     logits = models.logits_of(export, batch.inputs, batch.documents, packs)
     for row in range(BATCH):
         for document in range(int(batch.documents[row].max()) + 1):
@@ -212,14 +213,14 @@ def test_rows_and_masks(data: Path) -> None:
         open_tokens(f"{data}/pairs.npy", SEQ_LEN, BATCH, 256, packs=packs)
         for packs in (False, True)
     )
-    assert padded.windows(SEQ_LEN) == 40 > packed.windows(SEQ_LEN) >= 20
-    batch = padded.batch([0, 3], SEQ_LEN, slice(None))
+    assert len(padded) == 40 > len(packed) >= 20
+    batch = padded.batch([0, 3], slice(None))
     # "q?" and "a!\n": the answer is predicted from the question mark on
     assert bytes(batch.inputs[0][:4].tolist()) == b"q?a!"
     assert batch.targets[0][:5].tolist() == [IGNORED, ord("a"), ord("!"), ord("\n"), IGNORED]
     assert batch.documents[0].tolist() == [0] * 4 + [-1] * (SEQ_LEN - 4)
     assert batch.num_targets == int((batch.targets != IGNORED).sum())
-    every = packed.batch(list(range(packed.windows(SEQ_LEN))), SEQ_LEN, slice(None))
+    every = packed.batch(list(range(len(packed))), slice(None))
     assert int((every.documents >= 0).sum()) == sum(
         min(int(n) - 1, SEQ_LEN) for n in np.diff(packed.starts)
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from training.initialize import Drawn, Init, every_module
+from training.initialize import FirstValues
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
 MODELS: dict[str, dict[str, Any]] = {
@@ -39,7 +39,7 @@ def test_every_parameter_and_buffer_begins_as_transformers_begins_it(kind: str) 
     expected = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    init = Init(model, Drawn(model, 0, torch.device("cpu"), every_module))
+    init = FirstValues(model, 0, torch.device("cpu"), lambda _: True)
     for module in model.modules():
         init.materialize(module, torch.device("cpu"))
     ours = dict(model.named_parameters())

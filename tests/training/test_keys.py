@@ -17,7 +17,7 @@ from training import model as models
 from training import parallel
 from training.accelerate_config import read
 from training.config import ConfigError
-from training.data import prepare
+from training.prepare import prepare
 from training.prove import prove
 
 
@@ -183,10 +183,13 @@ def test_the_decoder_is_the_llama_of_transformers() -> None:
     ("given", "message"),
     [
         (("run.epochs=2", "run.steps=7"), "run.epochs = 2 and run.steps = 7: give one of them"),
-        (("checkpoint.keep_best=true",), "checkpoint.keep_best needs a validation"),
+        (("checkpoint.keep_best=true",), "checkpoint.keep_best: checkpoint.every must be"),
         (("model.num_kv_heads=4",), "model.num_heads = 6 is not a multiple of model.num_kv_heads"),
-        (("fsdp.loss_parallel=true",), "fsdp.loss_parallel needs fsdp.tensor_parallel above 1"),
-        (("optim.decay=some",), "optim.decay = 'some': allowed are"),
+        (
+            ("fsdp.loss_parallel=true",),
+            "fsdp.loss_parallel = True changes nothing without fsdp.tensor_parallel",
+        ),
+        (("optim.decay=some",), "optim.decay = 'some': expected"),
         (
             ("optim.decay=matrices", "fsdp.api=fsdp1", "fsdp1.use_orig_params=false"),
             'optim.decay = "matrices" needs fsdp1.use_orig_params',

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import itertools
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
 from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
 
 from tests.command import run_job
-from training import config as configuration
 from training import estimate, plan
 from training import model as models
-from training.config import ConfigError, Degrees, resolve
+from training.checks import Degrees, check
+from training.config import ConfigError, resolve
 from training.job import schedule
-from training.parallel import units_of
+from training.units import units_of
 
 
 def groups(*overrides: str) -> dict[str, plan.Group]:
@@ -51,10 +50,10 @@ def test_children_come_before_parents_and_tied_weights_stay_in_the_root() -> Non
             "model.num_layers=1",
         ],
     )
-    names = [u.name for u in units_of(models.make(config), config)]
+    names = list(units_of(models.make(config), config))
     assert names == ["layers.0.attention", "layers.0", "tok_embeddings", "output", ""]
-    tied = replace(config, model=replace(config.model, tied_embeddings=True))
-    assert [u.name for u in units_of(models.make(tied), tied)] == [
+    tied = config.having("model", tied_embeddings=True)
+    assert list(units_of(models.make(tied), tied)) == [
         "layers.0.attention",
         "layers.0",
         "",
@@ -64,7 +63,7 @@ def test_children_come_before_parents_and_tied_weights_stay_in_the_root() -> Non
 @pytest.mark.parametrize("least", [1, 50_000, 150_000, 200_000, 500_000, 10**9])
 def test_wrapping_by_size_chooses_what_fsdp1_chooses(least: int) -> None:
     config = resolve(None, ["fsdp.wrap=size", f"fsdp.min_num_params={least}", "model.num_layers=2"])
-    ours = {u.name for u in units_of(models.make(config), config) if u.name}
+    ours = {name for name in units_of(models.make(config), config) if name}
     chosen = []
     model = models.make(config)
     names = {id(m): n for n, m in model.named_modules()}
@@ -146,17 +145,11 @@ def test_reducing_at_each_micro_batch_keeps_less_and_sends_more(
     whole, four = plan.size(numel * 4), plan.size(numel * 16)
     assert f"keeps {whole} of whole gradients and sends {whole} a step" in shown
     assert f"keeps its shards only, and sends {four}" in shown and "the last one reduces" in shown
-    found = plan.groups_of(models.make(resolve(None)), resolve(None))
     at_last, at_each = (
-        estimate.memory_of(
-            resolve(None, more),
-            Degrees(1, 4, 1),
-            found,
-            estimate.activations_of(resolve(None, more), 1),
-        )
+        estimate.memory_of(resolve(None, more), Degrees(1, 4, 1))["gradients"]
         for more in (given, [*given, "fsdp.reduce_every=true"])
     )
-    assert at_last.gathered - at_each.gathered == numel * 4
+    assert at_last >= numel * 4 > at_each
 
 
 @pytest.mark.parametrize("what", ["--print-plan", "--estimate"])
@@ -178,7 +171,7 @@ def test_the_plan_is_printed_with_like_layers_on_one_row(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = resolve(None, ["model.num_layers=12", "precision.param=bfloat16"])
-    plan.show(config, configuration.check(config, 4, 4))
+    plan.show(config, check(config, 4, 4))
     shown = capsys.readouterr().out
     assert "0 … 11  (each of 12)" in shown and shown.count("feed_forward") == 1
     assert "FSDP2 FULL_SHARD, ranks: 1 replicate x 4 shard x 1 tensor" in shown
@@ -186,24 +179,27 @@ def test_the_plan_is_printed_with_like_layers_on_one_row(
 
 
 def test_the_estimate_adds_up_by_hand() -> None:
-    config = resolve(None, ["compute.checkpoint_every=1"])
-    model = models.make(config)
-    found = plan.groups_of(model, config)
-    activations = estimate.activations_of(config, 4)
-    numel = sum(p.numel() for p in model.parameters())
+    config = resolve(None, ["compute.checkpoint_every=1", "optim.implementation=for-loop"])
+    numel = sum(p.numel() for p in models.make(config).parameters())
     for ranks in (1, 2, 4):
-        memory = estimate.memory_of(config, Degrees(1, ranks, 1), found, activations)
-        assert memory.parameters == memory.gradients == memory.optimizer // 2 == numel * 4 // ranks
-    uneven = estimate.memory_of(config, Degrees(1, 5, 1), found, activations)
-    assert uneven.parameters > numel * 4 / 5
-    assert activations.block_input == 4 * 128 * 192 * 4
-    whole = estimate.memory_of(resolve(None), Degrees(1, 4, 1), found, activations)
-    assert whole.activations > 3 * memory.activations / 2
+        held = estimate.memory_of(config, Degrees(1, ranks, 1))
+        assert held["parameters"] == numel * 4 // ranks
+        # the numbers of steps are a few bytes more
+        assert held["optimizer"] == pytest.approx(2 * numel * 4 // ranks, rel=1e-3)
+    uneven = estimate.memory_of(config, Degrees(1, 5, 1))
+    assert uneven["parameters"] > numel * 4 / 5
+    whole = estimate.memory_of(resolve(None), Degrees(1, 4, 1))
+    assert whole["activations"] > 3 * held["activations"] / 2
+    copied = estimate.memory_of(resolve(None, ["fsdp.strategy=NO_SHARD"]), Degrees(4, 1, 1))
+    assert copied["parameters"] == numel * 4 and copied["gathered"] == 0
+    tied = resolve(None, ["model.tied_embeddings=true", "fsdp.strategy=NO_SHARD"])
+    held = estimate.memory_of(tied, Degrees(1, 1, 1))
+    assert held["parameters"] == (numel - 256 * 192) * 4
 
 
 def test_what_autograd_keeps_is_counted_as_it_really_is() -> None:
-    config = resolve(None)
-    expected = estimate.activations_of(config, 2)
+    config = resolve(None, ["data.batch_size=8", "fsdp.strategy=NO_SHARD"])
+    expected = estimate.memory_of(config, Degrees(4, 1, 1))["activations"]
     model = models.make(config).to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
@@ -221,7 +217,8 @@ def test_what_autograd_keeps_is_counted_as_it_really_is() -> None:
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     real = sum(s.nbytes() for pointer, s in storages.items() if pointer not in own)
     assert loss > 0
-    assert sum(expected.blocks) + expected.rest == pytest.approx(real, rel=0.02)
+    # at the peak, a few activations are freed, and their gradients are there
+    assert expected == pytest.approx(real, rel=0.05)
 
 
 def test_estimates_mark_what_fits_and_say_why_a_strategy_is_out(
@@ -230,7 +227,7 @@ def test_estimates_mark_what_fits_and_say_why_a_strategy_is_out(
     estimate.show(resolve(None, ["fsdp.cpu_offload=true"]), 4, 4, 0.001)
     shown = capsys.readouterr().out
     assert (
-        "NO_SHARD: fsdp.cpu_offload needs sharded parameters" in shown
+        "NO_SHARD: fsdp.cpu_offload = True changes nothing without sharded parameters" in shown
         and "nothing fits into 0.001 GiB" in shown
     )
     estimate.show(resolve(None), 4, 4, 64)

@@ -16,12 +16,15 @@ from safetensors.torch import save_file
 from tests.training.test_training import TINY, run, sets
 from tests.training.test_training import lines as metrics
 from training import accelerate_config
-from training.config import ConfigError, check, resolve
-from training.data import open_tokens, prepare
+from training.checks import check
+from training.config import ConfigError, resolve
+from training.data import open_tokens
 from training.metrics import _forget
 from training.model import make
-from training.parallel import check_heads, units_of
+from training.parallel import check_heads
+from training.prepare import prepare
 from training.prove import prove
+from training.units import units_of
 
 
 @pytest.mark.parametrize(
@@ -54,8 +57,11 @@ from training.prove import prove
         (["fsdp.reduce_every=true"], "changes nothing without data.accumulation above 1"),
         (["checkpoint.mirror_every=3"], "changes nothing without checkpoint.mirror"),
         (["metrics.validate_batches=3"], "changes nothing without metrics.validate_every"),
-        (["model.num_layers=1000000000"], "model.num_layers = 1000000000: must be at most"),
-        (["model.dim=-16"], "model.dim = -16: must be at least 0$"),
+        (
+            ["model.num_layers=1000000000"],
+            "model.num_layers = 1000000000: expected less than or equal to",
+        ),
+        (["model.dim=-16"], "model.dim = -16: expected greater than or equal to 0$"),
     ],
 )
 def test_keys_that_nothing_would_apply_are_refused(options: list[str], message: str) -> None:
