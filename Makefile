@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadgroup
 .PHONY: demo test test-peers test-cuda lint docs dist bench clean
 
 demo: .venv/ready
-	$(BIN)/python -m training.demo demo
+	$(BIN)/python tests/demo.py demo
 
 test: lint
 	$(PYTEST) --numprocesses 3 --ignore tests/peers

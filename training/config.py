@@ -54,9 +54,8 @@ class Table(BaseModel):
 class Run(Table):
     """The run as a whole."""
 
-    dir: Annotated[str, Field(min_length=1)] = (
-        "run"  # checkpoints, metrics.jsonl, config.toml, export/, profile/
-    )
+    # checkpoints, metrics.jsonl, config.toml, export/, profile/
+    dir: Annotated[str, Field(min_length=1)] = "run"
     steps: Positive = 100  # last step, counted from the start of training
     epochs: Count = 0  # instead of `steps`: how often the data is seen; 0: `steps` counts
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
@@ -121,9 +120,8 @@ class Optim(Table):
     """AdamW with warm-up and cosine schedule."""
 
     lr: Annotated[float, Field(gt=0, lt=FLOAT32_MAX)] = 3e-3
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = (
-        0.1  # the cosine ends at this fraction of `lr`
-    )
+    # the cosine ends at this fraction of `lr`
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     warmup_steps: Count = 0
     weight_decay: Float32 = 0.01
     # "matrices": not norms, biases and embeddings; "": that, or all if FSDP1 keeps flat parameters

@@ -30,14 +30,15 @@ from training.config import Config, ConfigError, Strategy
 from training.plan import groups_of, size, wide_console
 from training.units import units_of
 
-# columns, and the tracker's names for what they hold; activations include their gradients
+# the columns of the table, and the tracker's names for what they hold
 COLUMNS = {
     "parameters": ("Sharded Param", "Parameter", "Buffer"),
     "gradients": ("Sharded Grad", "Unsharded Grad", "Gradient", "Reduce Scatter"),
     "optimizer": ("OptState", "Optstate"),
     "gathered": ("Unsharded Param", "All Gather"),
-    "activations": ("Activation", "Temp", "Inputs", "Other"),
+    "activations": ("Activation", "Temp", "Inputs", "Other"),  # and their gradients
 }
+_COLUMN_OF = {kind: name for name, kinds in COLUMNS.items() for kind in kinds}
 _ON_HOST = ("Sharded Param", "Sharded Grad", "OptState")  # with fsdp.cpu_offload
 
 
@@ -71,11 +72,12 @@ def memory_of(config: Config, sizes: Degrees) -> dict[str, int]:
                 tracker.track_external(model, optimizer)
             with tracker:
                 _step(model, optimizer, config, inputs, targets, tracker)
-    found = tracker.get_tracker_snapshot("peak")[device]
-    held = {str(getattr(kind, "value", kind)): nbytes for kind, nbytes in found.items()}
-    if config.fsdp.cpu_offload:
-        held |= dict.fromkeys(_ON_HOST, 0)
-    return {name: sum(held.get(kind, 0) for kind in kinds) for name, kinds in COLUMNS.items()}
+    held = dict.fromkeys(COLUMNS, 0)
+    for kind, nbytes in tracker.get_tracker_snapshot("peak")[device].items():
+        name = str(getattr(kind, "value", kind))
+        if name != "Total" and not (config.fsdp.cpu_offload and name in _ON_HOST):
+            held[_COLUMN_OF[name]] += nbytes
+    return held
 
 
 @contextlib.contextmanager
@@ -102,12 +104,8 @@ def _shapes(config: Config, sizes: Degrees) -> list[tuple[tuple[int, ...], torch
     number = config.data.batch_size // sizes.data // config.data.accumulation
     if not config.model.factory:
         return [((number, config.data.seq_len), torch.int64)] * 2
-    rows, dtype = factory.open_rows(config.data.train, "data.train", 1), config.model.dtype
-    inputs = getattr(torch, dtype) if rows.inputs.is_floating_point() else rows.inputs.dtype
-    return [
-        ((number, *rows.inputs.shape[1:]), inputs),
-        ((number, *rows.targets.shape[1:]), rows.targets.dtype),
-    ]
+    rows = factory.open_rows(config.data.train, "data.train", 1)
+    return [((number, *part.shape[1:]), part.dtype) for part in (rows.inputs, rows.targets)]
 
 
 def _step(
@@ -126,8 +124,9 @@ def _step(
         with reducing, parallel.splitting_loss(config):
             with parallel.computing(config, inputs.device):
                 if config.model.factory:
-                    outputs = model(inputs)
-                    loss = factory.loss_of(config)(outputs.float(), targets)
+                    dtype = config.model.dtype
+                    outputs = factory.call_on_rows(model, config, inputs, dtype)
+                    loss = factory.loss_of(config)(outputs, targets)
                 else:
                     outputs = models.logits_of(model, inputs).flatten(0, 1)
                     loss = F.cross_entropy(outputs.float(), targets.flatten())

@@ -161,6 +161,14 @@ def _bytes_of(tensor: Tensor) -> bytes:
     return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
+def call_on_rows(model: nn.Module, config: Config, inputs: Tensor, dtype: str) -> Any:
+    """Returns a module's outputs; floating-point inputs are cast first, and the outputs then."""
+    outputs = model(inputs.to(getattr(torch, dtype)) if inputs.is_floating_point() else inputs)
+    if isinstance(outputs, Tensor):
+        return outputs.to(getattr(torch, config.precision.output or "float32"))
+    return outputs
+
+
 def loss_of(config: Config) -> Loss:
     """Returns the loss function: a mean over the rows of a micro-batch.
 
@@ -305,17 +313,13 @@ def try_rows(model: nn.Module, config: Config, rows: Rows, key: str) -> None:
     """
     if config.precision.overrides:
         return
-    dtype = getattr(torch, config.precision.param or config.model.dtype)
+    dtype = config.precision.param or config.model.dtype
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = model.to(device, dtype)
+    model = model.to(device, getattr(torch, dtype))
     inputs, targets = rows.inputs[:2].to(device), rows.targets[:2].to(device)
-    if inputs.is_floating_point():
-        inputs = inputs.to(dtype)
     what = f"model.factory = {config.model.factory!r}: {key}: it failed on"
     with _seeded(config.run.seed), _explaining(what, inputs):
-        outputs = model(inputs)
-    if isinstance(outputs, Tensor):
-        outputs = outputs.to(getattr(torch, config.precision.output or "float32"))
+        outputs = call_on_rows(model, config, inputs, dtype)
     name = config.model.loss or CROSS_ENTROPY
     with _explaining(f"model.loss = {name!r}: {key}: it failed on", outputs, targets):
         loss = loss_of(config)(outputs, targets)

@@ -55,15 +55,9 @@ def _share(job: Job, batch: Batch) -> float:
 
 def _loss_of_rows(job: Job, batch: Batch, loss: factory.Loss) -> Tensor:
     """Returns the loss of a factory's module on rows."""
-    inputs = batch.inputs
-    if inputs.is_floating_point():
-        inputs = inputs.to(getattr(torch, job.config.model.dtype))
+    dtype = job.config.model.dtype
     with parallel.computing(job.config, job.device):
-        outputs = job.model(inputs)
-    if isinstance(outputs, Tensor) and (
-        dtype := parallel.dtype_of(job.config.precision.output or "float32")
-    ):
-        outputs = outputs.to(dtype)
+        outputs = factory.call_on_rows(job.model, job.config, batch.inputs, dtype)
     name, is_training = job.config.model.loss or factory.CROSS_ENTROPY, job.model.training
     if not job.config.model.loss and factory.are_labels(batch.targets):
         if not isinstance(outputs, Tensor):

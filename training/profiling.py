@@ -149,61 +149,51 @@ def summary(events: Sequence[dict[str, Any]]) -> str:
     once. Categories may overlap: on CUDA, communication runs beside compute. "other" is the time
     that no category covers.
     """
-    spans = [e for e in events if e.get("ph") == "X" and "dur" in e]
-    steps = [
-        e
-        for e in spans
-        if e["name"].startswith("ProfilerStep#") and e.get("cat") == "user_annotation"
-    ]
-    wall = _covered([_interval(e) for e in steps])
-    kinds: dict[str, list[tuple[float, float]]] = {}
-    unsharding, counts, nbytes = [], Counter[str](), Counter[str]()
-    moving: dict[str, list[tuple[float, float]]] = {}
+    spans = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    notes = [event for event in spans if event.get("cat") == "user_annotation"]
+    steps = [_interval(e) for e in notes if e["name"].startswith("ProfilerStep#")]
+    number, wall = max(1, len(steps)), max(1.0, _covered(steps))
+    kinds: dict[str, list[Interval]] = {}
+    unsharding = [_interval(e) for e in spans if e["name"].startswith(_UNSHARDING)]
     has_kernels = any(e.get("cat") == "kernel" for e in spans)
     for event in spans:
         if (kind := _kind(event, has_kernels)) is not None:
             kinds.setdefault(kind, []).append(_interval(event))
-        if event["name"].startswith(
-            (
-                "FSDP::all_gather",
-                "FullyShardedDataParallel._pre_forward",
-                "FullyShardedDataParallel._pre_backward",
-            )
-        ):
-            unsharding.append(_interval(event))
-        if event["name"].startswith("c10d::") and event.get("cat") == "cpu_op":
-            collective = _collective(event["name"])
-            counts[collective] += 1
-            nbytes[collective] += _nbytes(event["args"])
-        if _is_transfer(event, has_kernels):
-            moving.setdefault(_collective(event["name"]), []).append(_interval(event))
     every = [interval for intervals in kinds.values() for interval in intervals]
-    table = [
-        (kind, _covered(kinds.get(kind, [])))
-        for kind in ("compute", "communication", "memcpy", "data", "checkpoint")
-    ]
-    table.append(("other", max(0.0, wall - _covered(_clip(every, [_interval(e) for e in steps])))))
-    lines = [
-        f"{len(steps)} steps, {wall / 1e3:,.1f} ms",
-        "",
-        f"{'':16}{'ms per step':>12}{'share':>9}",
-    ]
-    lines += [
-        f"{kind:16}{time / 1e3 / max(1, len(steps)):12,.2f}{time / max(1.0, wall):9.1%}"
-        for kind, time in table
-    ]
-    gathered = _covered(unsharding)
-    each = gathered / 1e3 / max(1, len(steps))
-    lines += [f"{'(unsharding)':16}{each:12,.2f}{gathered / max(1.0, wall):9.1%}"]
-    lines += ["", f"{'collective':28}{'calls':>8}{'MiB':>12}{'ms':>12}"]
-    lines += [
-        f"{name:28}{counts[name]:8,}{nbytes[name] / 2**20:12,.2f}"
-        + (f"{_covered(moving[name]) / 1e3:12,.2f}" if name in moving else f"{'-':>12}")
-        for name in sorted({*counts, *moving})
-    ]
-    return "\n".join(lines) + "\n"
+    table = {kind: _covered(kinds.get(kind, [])) for kind in _KINDS}
+    table["other"] = max(0.0, wall - _covered(_clip(every, steps)))
+    table["(unsharding)"] = _covered(unsharding)
+    lines = [f"{len(steps)} steps, {wall / 1e3:,.1f} ms", ""]
+    lines += [f"{'':16}{'ms per step':>12}{'share':>9}"]
+    lines += [f"{kind:16}{t / 1e3 / number:12,.2f}{t / wall:9.1%}" for kind, t in table.items()]
+    return "\n".join([*lines, "", *_collectives(spans, has_kernels)]) + "\n"
 
 
+def _collectives(spans: Sequence[dict[str, Any]], has_kernels: bool) -> list[str]:
+    """Returns a table of the collectives: calls, bytes, and the time in which data moves."""
+    counts, nbytes = Counter[str](), Counter[str]()
+    moving: dict[str, list[Interval]] = {}
+    for event in spans:
+        kind = _collective(event["name"])
+        if event["name"].startswith("c10d::") and event.get("cat") == "cpu_op":
+            counts[kind] += 1
+            nbytes[kind] += _nbytes(event["args"])
+        if _is_transfer(event, has_kernels):
+            moving.setdefault(kind, []).append(_interval(event))
+    lines = [f"{'collective':28}{'calls':>8}{'MiB':>12}{'ms':>12}"]
+    for kind in sorted({*counts, *moving}):
+        time = f"{_covered(moving[kind]) / 1e3:12,.2f}" if kind in moving else f"{'-':>12}"
+        lines.append(f"{kind:28}{counts[kind]:8,}{nbytes[kind] / 2**20:12,.2f}{time}")
+    return lines
+
+
+Interval = tuple[float, float]  # microseconds
+_KINDS = ("compute", "communication", "memcpy", "data", "checkpoint")
+_UNSHARDING = (
+    "FSDP::all_gather",
+    "FullyShardedDataParallel._pre_forward",
+    "FullyShardedDataParallel._pre_backward",
+)
 _COLLECTIVES = ("allgather", "reducescatter", "allreduce", "alltoall", "broadcast", "barrier")
 
 
@@ -257,11 +247,11 @@ def _kind(event: dict[str, Any], has_kernels: bool) -> str | None:
     return "compute" if name.startswith("aten::") else None
 
 
-def _interval(event: dict[str, Any]) -> tuple[float, float]:
+def _interval(event: dict[str, Any]) -> Interval:
     return float(event["ts"]), float(event["ts"]) + float(event["dur"])
 
 
-def _covered(intervals: Iterable[tuple[float, float]]) -> float:
+def _covered(intervals: Iterable[Interval]) -> float:
     """Returns the length of a union of intervals, in their unit (microseconds)."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted(intervals):
@@ -271,9 +261,7 @@ def _covered(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def _clip(
-    intervals: Iterable[tuple[float, float]], within: Sequence[tuple[float, float]]
-) -> list[tuple[float, float]]:
+def _clip(intervals: Iterable[Interval], within: Sequence[Interval]) -> list[Interval]:
     return [
         (max(a, c), min(b, d)) for a, b in intervals for c, d in within if max(a, c) < min(b, d)
     ]

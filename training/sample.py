@@ -58,14 +58,11 @@ def generate(
     window, tokens = max_seq_len(model), list(tokens)
     for _ in range(count):
         logits = logits_of(model, torch.tensor([tokens[-window:]]))[0, -1].float()
-        chances = torch.softmax(logits / temperature, -1) if temperature else None
-        tokens.append(
-            int(
-                logits.argmax()
-                if chances is None
-                else torch.multinomial(chances, 1, generator=generator)
-            )
-        )
+        if temperature:
+            chances = torch.softmax(logits / temperature, -1)
+            tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+        else:
+            tokens.append(int(logits.argmax()))
     return tokens
 
 
@@ -93,45 +90,38 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "directory", type=Path, help="run.dir/export of a run with run.export = true"
-    )
-    parser.add_argument("--prompt", default="def main(")
-    parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument(
-        "--temperature", type=float, default=0.7, help="0: always the likeliest token"
-    )
-    parser.add_argument("--seed", type=int, default=0)
+    add = parser.add_argument
+    add("directory", type=Path, help="run.dir/export of a run with run.export = true")
+    add("--prompt", default="def main(")
+    add("--tokens", type=int, default=200)
+    add("--temperature", type=float, default=0.7, help="0: always the likeliest token")
+    add("--seed", type=int, default=0)
     args = parser.parse_args()
-    if not args.directory.is_dir():
-        raise SystemExit(f"training.sample: no such directory: {args.directory}")
-    if (
-        not (args.directory / "model.json").exists()
-        and not (args.directory / "config.json").exists()
-    ):
-        export = args.directory / "export"
-        where = (
-            f"give {export}"
-            if export.is_dir()
-            else "train with --set run.export=true, and give run.dir/export"
-        )
-        raise SystemExit(f"training.sample: no exported model in {args.directory}: {where}")
-    if not args.temperature >= 0 or args.tokens < 0:
-        raise SystemExit(
-            "training.sample: --temperature and --tokens must be at least 0, got"
-            f" {args.temperature} and {args.tokens}"
-        )
-    tokenizer = tokenizer_of(args.directory)
-    if not args.prompt:
-        raise SystemExit("training.sample: --prompt must not be empty")
+    if problem := _problem(args):
+        raise SystemExit(f"training.sample: {problem}")
+    tokenizer, model = tokenizer_of(args.directory), load_model(args.directory)
     prompt = prompt_ids(tokenizer, args.prompt)
-    ids = generate(load_model(args.directory), prompt, args.tokens, args.temperature, args.seed)
+    ids = generate(model, prompt, args.tokens, args.temperature, args.seed)
     if tokenizer is None and max(ids) >= _NUM_BYTES:
         raise SystemExit(
             f"training.sample: the model's answer is no bytes, and {args.directory} has no"
             " tokenizer: copy the one that prepared the data there"
         )
     print(tokenizer.decode(ids) if tokenizer else bytes(ids).decode("utf-8", "replace"))
+
+
+def _problem(args: argparse.Namespace) -> str:
+    folder = args.directory
+    if not folder.is_dir():
+        return f"no such directory: {folder}"
+    if not (folder / "model.json").exists() and not (folder / "config.json").exists():
+        export, remedy = folder / "export", "train with --set run.export=true, and give its export"
+        remedy = f"give {export}" if export.is_dir() else remedy
+        return f"no exported model in {folder}: {remedy}"
+    if not args.temperature >= 0 or args.tokens < 0:
+        given = f"{args.temperature} and {args.tokens}"
+        return f"--temperature and --tokens must be at least 0, got {given}"
+    return "" if args.prompt else "--prompt must not be empty"
 
 
 if __name__ == "__main__":

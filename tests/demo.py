@@ -1,4 +1,4 @@
-"""The main job from end to end, in its own folder: `make demo`, or `python -m training.demo DIR`.
+"""The main job from end to end, in its own folder: `make demo`, or `python tests/demo.py DIR`.
 
 It trains on 8 ranks, kills them in the middle, and resumes. Then it inspects the checkpoint,
 reshards it to 4 ranks, and continues training on 4. Finally it merges, and proves that one plain
