@@ -73,6 +73,15 @@ def test_many_chunks_are_read_as_the_single_ones(ranks: int, is_torchs: bool) ->
     assert same(as_torch_gathers(data) if is_torchs else data)
 
 
+@pytest.mark.parametrize("is_torchs", [False, True])
+def test_many_values_may_come_before_the_first_stretch(is_torchs: bool) -> None:
+    """Opcodes refer to the first 256 remembered values by one byte, and to later ones by four."""
+    scalars: dict[str, tuple[int, ...]] = {f"a{n:03}": () for n in range(300)}
+    last: dict[str, tuple[int, ...]] = {f"z{n:03}": (40, n + 1) for n in range(30)}
+    data = render(written(scalars | SHAPES | last, 40), "id")
+    assert same(as_torch_gathers(data) if is_torchs else data)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.dictionaries(

@@ -69,6 +69,8 @@ _NAME, _TEXT_KIND, _SEEN_KIND, _MEMO = map(
     _TOKEN.groupindex.__getitem__, ("name", "text", "seen", "memo")
 )
 _ARGUMENT = re.compile(rb"(?s)h.|j....|K.|M..|J....|" + _TEXT + rb"|" + _LONG + rb"|.")
+# the same, but for the opcodes without one
+_ARGUMENTS = re.compile(rb"(?s)h.|j....|K.|M..|J....|G.{8}|" + _TEXT + rb"|" + _LONG)
 _MARK = object()
 _MAX_SHAPES = 4096  # with more shapes than that, the objects are not similar enough
 
@@ -296,6 +298,31 @@ class ObjectWindow:
         yield from pairwise(edges)
 
 
+def _run_of(num_early: int) -> re.Pattern[bytes]:
+    """Returns the pattern of a run of opcodes that stay as they are.
+
+    They refer to the first values of the memo only, whose numbers do not change. A global is no
+    part of a run, because it has two words.
+
+    Args:
+        num_early: how many first values there are, at most 256.
+    """
+    early = (
+        rb"h[" + b"".join(b"\\x%02x" % n for n in range(num_early)) + rb"]"
+        if num_early
+        else rb"h(?!)"
+    )
+    return re.compile(
+        rb"(?s)(?:"
+        + early
+        + rb"(?!\x8c|"
+        + _SEEN
+        + rb"\x93)|[\]})N\x88\x89(t\x85-\x87uesaR\x81b\x94]|K.|M..|J....|G.{8}|"
+        + _LONG
+        + rb")++"
+    )
+
+
 class Remainder:
     """A pickle without its stretches.
 
@@ -311,11 +338,17 @@ class Remainder:
         self._num_kept = 0
         # ranges of the memo that were kept, and the shift of their indices
         self._firsts, self._lasts, self._shifts = [0], [0], [0]
+        self._run: re.Pattern[bytes] | None = None
 
     def walk(self, stop: int) -> None:
         """Walks to a position, which must be the start of an opcode."""
         match, data = _TOKEN.match, self.data
+        match_run = self._run.match if self._run else None
         while self.at < stop:
+            if match_run and (run := match_run(data, self.at, stop)):
+                self._remember(_ARGUMENTS.sub(b"", run[0]).count(b"\x94"))
+                self.at = run.end()
+                continue
             token = match(data, self.at, stop)
             if token is None:
                 raise IrregularPickle
@@ -333,9 +366,9 @@ class Remainder:
         if self.at != stop:
             raise IrregularPickle
 
-    def _remember(self) -> None:
-        self.num_memos += 1
-        self._num_kept += 1
+    def _remember(self, count: int = 1) -> None:
+        self.num_memos += count
+        self._num_kept += count
         self._lasts[-1] = self.num_memos
 
     def _name(self, token: bytes) -> None:
@@ -389,6 +422,8 @@ class Remainder:
         """
         self._copy(self.at)
         self.parts.append(by)
+        if self._run is None:
+            self._run = _run_of(min(self._lasts[0], 256))
         self.at = self._copied = stop
         self.num_memos += num_memos
         self._firsts.append(self.num_memos)

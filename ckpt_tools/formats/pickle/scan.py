@@ -30,20 +30,32 @@ _TUPLES = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
 _TAKES = {b"u": 0, b"e": 0, b"s": 2, b"a": 1, b"R": 1, b"\x81": 1, b"b": 1}
 _WITH_ARGUMENT = b"hjKMJG"
 # Runs that DCP writes by the million: a Size, and an object whose state has only Sizes, strings,
-# numbers and remembered values.
+# numbers, remembered values and small objects.
 _TEXT = rb"\x8c(?:" + b"|".join(re.escape(bytes([n])) + b".{%d}" % n for n in range(256)) + rb")"
 _LONG = rb"\x8a(?:\x04.{4}|\x05.{5})"
 _SEEN = rb"(?:h.|j....)"
 _SIZE = _SEEN + rb"(?:(?:K.|M..|J....){1,3}+[\x85-\x87])\x94?\x85\x94?R\x94?"
-_VALUE = rb"(?:" + _SIZE + rb"|h.|K.|M..|[Jj]....|[N\x88\x89\x94]|" + _TEXT + rb"|" + _LONG + rb")"
-_OBJECT = _SEEN + rb"\)\x81\x94?\}\x94?\(" + _VALUE + rb"*+ub"
-_TOKEN = re.compile(
-    rb"(?s)(?P<objects>(?:" + _OBJECT + rb")++)"
-    rb"|(?P<size>" + _SIZE + rb")"
-    rb"|(?P<got>" + _SEEN + rb")"
-    rb"|(?P<plain>[\]})N\x88\x89]|K.|M..|J....|G.{8})"
-    rb"|(?P<other>[a-zA-Z(.\x81\x85-\x87\x8a\x8c\x93-\x95])"
-)
+# an object whose state is a short tuple, such as torch's `TensorProperties`
+_SMALL = _SEEN + rb"\)\x81\x94?\((?:" + _SEEN + rb"|K.|[N\x88\x89]){0,8}+t\x94?b"
+_SIMPLE = _SIZE + rb"|h.|K.|M..|[Jj]....|[N\x88\x89\x94]|" + _TEXT + rb"|" + _LONG
+# a list of persistent ids: what stands for chunks that are read as columns
+_IDS = rb"\]\x94?(?:J....Qa|\((?:J....Q)++e)"
+
+
+def _token(value: bytes) -> re.Pattern[bytes]:
+    """Returns the pattern of a token; runs of objects have such values in their states."""
+    one = _SEEN + rb"\)\x81\x94?\}\x94?\((?:" + value + rb")*+ub"
+    return re.compile(
+        rb"(?s)(?P<objects>(?:" + one + rb")++)"
+        rb"|(?P<size>" + _SIZE + rb")"
+        rb"|(?P<got>" + _SEEN + rb")"
+        rb"|(?P<plain>[\]})N\x88\x89]|K.|M..|J....|G.{8})"
+        rb"|(?P<other>[a-zA-Z(.\x81\x85-\x87\x8a\x8c\x93-\x95])"
+    )
+
+
+_TOKEN = _token(_SMALL + rb"|" + _SIMPLE)
+_TOKEN_WITH_IDS = _token(_IDS + rb"|" + _SMALL + rb"|" + _SIMPLE)
 _OBJECTS, _SIZES, _GOT, _PLAIN, _OTHER = map(
     _TOKEN.groupindex.__getitem__, ("objects", "size", "got", "plain", "other")
 )
@@ -91,7 +103,8 @@ class _Walk:
 
     def run(self) -> None:
         """Walks to the end of the pickle."""
-        data, push, heavy, match = self.data, self.stack.append, self.heavy, _TOKEN.match
+        data, push, heavy = self.data, self.stack.append, self.heavy
+        match = (_TOKEN_WITH_IDS if self.with_persistent_ids else _TOKEN).match
         at = 2
         while True:
             token = match(data, at)
