@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
-from training.config import ConfigError, Strategy
+from training.config import ConfigError, Strategy, resolve
 
 _STRATEGIES = get_args(Strategy)
 _WRAPS = {"TRANSFORMER_BASED_WRAP": "layers", "SIZE_BASED_WRAP": "size", "NO_WRAP": "none"}
@@ -25,6 +25,7 @@ class Mapped:
 
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)  # by our key: the key of the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +217,8 @@ def read(path: str) -> Mapped:
             f"cannot read Accelerate's configuration: {error.strerror} ({path})"
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"not a YAML file: {str(error).splitlines()[0]} ({path})") from error
+        said = " ".join(str(error).split())
+        raise ConfigError(f"not a YAML file: {said} ({path})") from error
     if not isinstance(given, Mapping) or "distributed_type" not in given:
         raise ConfigError(f"not a configuration of Accelerate: it has no distributed_type ({path})")
     mapped = Mapped()
@@ -232,6 +234,11 @@ def read(path: str) -> Mapped:
         except ConfigError as error:
             raise ConfigError(f"{name}: {error} ({path})") from error
     _settle(mapped)
+    try:
+        resolve(None, (), mapped.tables)
+    except ConfigError as error:
+        ours = str(error).partition(" = ")[0]
+        raise ConfigError(f"{mapped.names.get(ours, ours)}: {error} ({path})") from error
     return mapped
 
 
@@ -251,9 +258,10 @@ def table() -> str:
 def _flatten(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields the keys of the file, with keys of inner tables as `table.key`."""
     for key, value in given.items():
-        is_table = key in ("fsdp_config", "dynamo_config", "parallelism_config")
-        if is_table and isinstance(value, Mapping):
-            yield from ((f"{key}.{inner}", v) for inner, v in value.items())
+        if key in ("fsdp_config", "dynamo_config", "parallelism_config"):
+            if not isinstance(value, Mapping | None):
+                raise ConfigError(f"{key}: expected a table, got {value!r}")
+            yield from ((f"{key}.{inner}", v) for inner, v in (value or {}).items())
         elif value != {}:
             yield str(key), value
 
@@ -276,6 +284,7 @@ def _map(name: str, value: Any, version: int, mapped: Mapped) -> None:
         return
     if ours == "strategy" and name.endswith("reshard_after_forward") and version == 2:
         value = "FULL_SHARD" if _truth(value) else "SHARD_GRAD_OP"
+    mapped.names[key.to] = name
     converted = key.convert(value) if key.convert else value
     known = mapped.tables.setdefault(table, {}).setdefault(ours, converted)
     if known != converted:
@@ -288,9 +297,10 @@ def _answer(name: str) -> str:
     """Returns what to say of an unknown key: guides and older releases have other spellings."""
     if name.startswith("xla"):
         return _TPU
-    known = [key.rpartition(".")[2] for key in KEYS if key.startswith("fsdp_config.")]
-    if near := get_close_matches(f"fsdp_{name.removeprefix('fsdp_')}", known, 1, 0.85):
-        return f"Accelerate calls it fsdp_config.{near[0]} now"
+    known = {key.rpartition(".")[2]: key for key in KEYS}
+    for spelling in (name, f"fsdp_{name.removeprefix('fsdp_')}"):
+        if near := get_close_matches(spelling, known, 1, 0.85):
+            return f"Accelerate calls it {known[near[0]]} now"
     return "unknown key: neither Accelerate 1.15 nor this program knows it"
 
 

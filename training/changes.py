@@ -61,6 +61,9 @@ def notes_on(before: Config, now: Config) -> list[str]:
                 raise ConfigError(_unlike(name, value, was, "it cannot change within a run"))
             if value != was and not name.startswith(_QUIET):
                 notes.append(f"changed since the checkpoint: {name} = {value!r}, was {was!r}")
+    if now.data.seq_len != before.data.seq_len and not now.data.may_change:
+        text = "the rows are others: set it back, or set data.may_change = true"
+        raise ConfigError(_unlike("data.seq_len", now.data.seq_len, before.data.seq_len, text))
     if now.run.epochs and now.data.batch_size != before.data.batch_size:
         raise ConfigError(
             "run.epochs with another data.batch_size than the checkpoint's: the steps so far saw"
@@ -113,6 +116,11 @@ def check_same(stored: Mapping[str, Any], now: Mapping[str, Any], config: Config
         notes += _if_allowed(text, "model.may_change", model or "model" not in stored)
     if text := _unlike_data(stored.get("data"), now["data"]):
         notes += _if_allowed(text, "data.may_change", data or "data" not in stored)
+        if config.run.epochs and "data" in stored:
+            raise ConfigError(
+                f"run.epochs: {text}, so the steps so far saw another number of sequences; give"
+                " run.steps"
+            )
     return notes
 
 

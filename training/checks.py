@@ -66,7 +66,8 @@ def check(config: Config, world_size: int = 1, local_world_size: int = 1) -> Deg
     Raises:
         ConfigError: it is not consistent, or does not fit.
     """
-    for problem in chain(*(find(config) for find in (_idle, _of_model, _of_run, _of_types))):
+    found = chain(*(find(config) for find in (_idle, _of_model, _of_run, _of_types)))
+    if problem := next(found, ""):
         raise ConfigError(problem)
     sizes = degrees(config, world_size, local_world_size)
     data = config.data
@@ -113,7 +114,8 @@ def _idle(config: Config) -> Iterator[str]:
         ("fsdp", "wrap_classes", fsdp.wrap == "classes", 'fsdp.wrap = "classes"'),
         ("fsdp", "min_num_params", fsdp.wrap == "size", 'fsdp.wrap = "size"'),
         ("fsdp", "wrap_embeddings", has_tokens, "embeddings, not model.factory"),
-        ("fsdp", "pin_memory", fsdp.cpu_offload, "fsdp.cpu_offload = true"),
+        ("fsdp", "wrap_embeddings", is_fsdp1 or is_sharded, _SHARDED),
+        ("fsdp", "pin_memory", fsdp.cpu_offload and not is_fsdp1, "FSDP2 with fsdp.cpu_offload"),
         ("fsdp", "reduce_every", config.data.accumulation > 1, "data.accumulation above 1"),
         ("fsdp1", " ".join(type(config.fsdp1).model_fields), is_fsdp1, 'fsdp.api = "fsdp1"'),
         ("precision", "buffer", is_fsdp1, 'fsdp.api = "fsdp1": FSDP2 casts no buffers'),
@@ -173,11 +175,9 @@ def _of_run(config: Config) -> Iterator[str]:
 def _of_types(config: Config) -> Iterator[str]:
     """Yields types that nothing would apply."""
     precision, fsdp = config.precision, config.fsdp
-    types = (precision.param, precision.reduce, precision.output, *precision.overrides.values())
+    types = (precision.param, precision.reduce, precision.output, precision.buffer)
     if "float16" in types:
         yield "precision float16 needs a scaled loss, which this program lacks: use bfloat16"
-    if "" in precision.overrides.values():
-        yield "precision.overrides: a module needs a type: float32 or bfloat16"
     is_ddp = fsdp.strategy == "NO_SHARD" and fsdp.api == "fsdp2"
     for key in ("param", "reduce"):
         if is_ddp and config.model.dtype == "bfloat16" and getattr(precision, key) == "float32":

@@ -31,7 +31,7 @@ from training.checks import check
 from training.config import Config, ConfigError, resolve
 from training.loss import PROMPT
 from training.metrics import plot
-from training.prove import Plan, prove
+from training.prove import Plan, make_model, open_data, prove
 from training.train import LossError, train
 
 _FAILED = "training/failed"  # key of the job's store: which rank failed first
@@ -53,7 +53,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--print-plan", action="store_true", help="show how the model is sharded, and exit")
     add("--estimate", action="store_true", help="show the memory of each strategy, and exit")
     add("--budget", type=float, metavar="GIB", help="memory of one rank, for --estimate")
-    text = "number of ranks for --print-plan and --estimate; default: this job's"
+    text = "number of ranks, 8 a node, for --print-plan and --estimate; default: this job's"
     add("--ranks", type=_positive, help=text)
     text = "draw the metrics so far to run.dir/metrics.png and .svg, and exit"
     add("--plot", action="store_true", help=text)
@@ -118,6 +118,13 @@ def _place() -> tuple[int, int, int]:
         raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_WORLD_SIZE are {given}: torchrun sets them")
     rank, world_size, local = map(int, given)
     is_alone = "RANK" not in os.environ
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if is_alone and "SLURM_PROCID" in os.environ and tasks != "1":
+        raise ConfigError(
+            f"srun has started {tasks} tasks, and RANK is not set: each would be a job of its own;"
+            " start torchrun on each node, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,"
+            " MASTER_ADDR and MASTER_PORT"
+        )
     if not rank < world_size or not 1 <= local <= world_size or (is_alone and world_size > 1):
         raise ConfigError(
             f"RANK = {rank}, WORLD_SIZE = {world_size}, LOCAL_WORLD_SIZE = {local} contradict each"
@@ -148,8 +155,13 @@ def look(args: argparse.Namespace, config: Config, num_ranks: int, ranks_a_node:
     """Prints the output of `--print-plan` and `--estimate`, without training."""
     from training import estimate, plan
 
-    if args.print_plan:
-        plan.show(config, check(config, num_ranks, ranks_a_node))
+    sizes = check(config, num_ranks, ranks_a_node) if args.print_plan else None
+    model = make_model(config)
+    if config.model.factory and args.estimate:
+        rows = open_data(config, model, "data.train")
+        print(f"data.train: {len(rows):,} rows")
+    if sizes:
+        plan.show(config, sizes)
     if args.estimate:
         estimate.show(config, num_ranks, ranks_a_node, args.budget)
 
@@ -190,20 +202,22 @@ def _report(error: Exception, store: dist.Store, rank: int) -> None:
     elif is_first:
         text = f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}"
     else:
-        text = f"rank {rank} stops: rank {store.get(_FAILED).decode()} failed"
+        text = f"rank {rank} stops: {_first_to_fail(store)} failed"
     print(text, file=sys.stderr, flush=True)
     if is_first and not _own_error(error):
         get_error_handler().record_exception(error)
 
 
-_OF_FILES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
-_OF_PATHS = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
+_OF_FILES = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS),
+    *(errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOENT),
+)
 
 
 def _own_error(error: Exception) -> str:
     """Returns a short text for an error that a smaller job, other data, or a disk would avoid."""
     text = " ".join(str(error).split())[:300] or type(error).__name__
-    is_of_files = isinstance(error, OSError) and error.errno in (*_OF_FILES, *_OF_PATHS)
+    is_of_files = isinstance(error, OSError) and error.errno in _OF_FILES
     if is_of_files or isinstance(error, DataError):
         return text
     # the second are torch's words on a CPU
@@ -219,7 +233,17 @@ def _is_first(store: dist.Store, rank: int) -> bool:
 
     Later errors are only consequences of the first one.
     """
-    is_first = store.add(f"{_FAILED}/count", 1) == 1
-    if is_first:
+    try:
+        if store.add(f"{_FAILED}/count", 1) > 1:
+            return False
         store.set(_FAILED, str(rank))
-    return is_first
+    except dist.DistError:  # without torchrun, the store ends with rank 0
+        return False
+    return True
+
+
+def _first_to_fail(store: dist.Store) -> str:
+    try:
+        return f"rank {store.get(_FAILED).decode()}"
+    except dist.DistError:
+        return "rank 0, which had the store,"

@@ -47,8 +47,7 @@ class Table(BaseModel):
 
     def changed(self) -> dict[str, Any]:
         """Returns the keys whose values are not the defaults, with their values."""
-        default = type(self)()
-        return {key: value for key, value in self if value != getattr(default, key)}
+        return self.model_dump(exclude_defaults=True)
 
 
 class Run(Table):
@@ -77,7 +76,7 @@ class Model(Table):
     loss: str = ""  # with `factory`: of outputs and targets; "": cross-entropy
     dtype: Literal["float32", "bfloat16"] = "float32"  # in which parameters are kept
     dim: Size = 0  # 0 here and below: the size that belongs to `name`
-    num_layers: Size = 0
+    num_layers: Annotated[int, Field(ge=0, le=10_000)] = 0
     num_heads: Size = 0
     num_kv_heads: Size = 0  # heads of keys and values; each serves a group of query heads
     hidden_dim: Size = 0
@@ -185,7 +184,7 @@ class Precision(Table):
     buffer: Dtype = ""  # FSDP1
     cast_forward_inputs: bool = True
     # glob of module names -> compute type
-    overrides: dict[str, Dtype] = {}
+    overrides: dict[str, Literal["float32", "bfloat16"]] = {}
 
 
 class Compute(Table):
@@ -219,7 +218,7 @@ class Metrics(Table):
     every: Positive = 1  # steps between lines of metrics.jsonl
     validate_every: Count = 0  # steps; needs data.validation
     validate_batches: Positive = 8
-    # a bar if standard error is a terminal, else a line every ten steps
+    # a bar if standard error is a terminal, else a line at each tenth step of `every`
     progress: bool = True
     tensorboard: bool = False  # also to run.dir/tensorboard
     # a project of Weights & Biases: also to run.dir/wandb, offline unless WANDB_MODE is set
@@ -263,6 +262,7 @@ def resolve(
     if file is not None:
         try:
             given = _over(given, _toml(Path(file).read_text(encoding="utf-8"), str(file)))
+            _validated(given, f" ({file})")
         except OSError as error:
             raise ConfigError(
                 f"cannot read the configuration: {error.strerror} ({file})"
@@ -286,7 +286,7 @@ def parse(text: str, where: str) -> Config:
     Raises:
         ConfigError: the text is not TOML, a key is unknown, or a value is not allowed.
     """
-    return _validated(_toml(text, where))
+    return _validated(_toml(text, where), f" ({where})")
 
 
 def to_toml(config: Config) -> str:
@@ -320,11 +320,11 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _validated(given: Mapping[str, Any]) -> Config:
+def _validated(given: Mapping[str, Any], where: str = "") -> Config:
     try:
         return Config.model_validate(given)
     except ValidationError as error:
-        raise ConfigError(_problem(error, given)) from None
+        raise ConfigError(f"{_problem(error, given)}{where}") from None
 
 
 def _problem(error: ValidationError, given: Any) -> str:
@@ -343,10 +343,14 @@ def _problem(error: ValidationError, given: Any) -> str:
         near = get_close_matches(path[-1], known, 1)
         meant = f"did you mean {'.'.join([*path[:-1], *near])}? " if near else ""
         return f"unknown key {name}: {meant}known are {', '.join(known)}"
+    if first["type"] == "model_type":
+        return f"{name} = {given!r}: expected a table"
+    depth = len(path)
     allowed = [
         re.sub("^(Input should be|String should have) ", "", one["msg"])
         for one in error.errors()
-        if one["loc"][: len(path)] == first["loc"][: len(path)]
+        if one["loc"][:depth] == first["loc"][:depth]
     ]
-    text = " or ".join(allowed).replace("34" + "0" * 37, "3.4e38")
+    text = " or ".join(dict.fromkeys(allowed)).replace("34" + "0" * 37, "3.4e38")
+    text = text.replace("a valid string", "a text, in quotes where it looks like a number")
     return f"{name} = {given!r}: expected {text}"

@@ -307,20 +307,21 @@ class Reader:
         self.rows, self.sampler, self.size, self.mine = rows, sampler, size, mine
         self.is_pinned = device.type == "cuda"
         self.thread = ThreadPoolExecutor(1, "reader")
-        self.ahead: tuple[list[int], Future[Batch]] | None = None
+        self.ahead: Future[tuple[list[int], Batch]] | None = None
 
     def next_batch(self) -> Batch:
         """Returns this rank's part of the next batch, and begins to read the one after it."""
-        numbers, ahead = self.sampler.next_batch(self.size), self.ahead
-        is_there = ahead is not None and ahead[0] == numbers
-        batch = ahead[1].result() if is_there else self._read(numbers)
-        following = copy.copy(self.sampler).next_batch(self.size)
-        self.ahead = following, self.thread.submit(self._read, following)
+        numbers = self.sampler.next_batch(self.size)
+        read, batch = self.ahead.result() if self.ahead else self._read(numbers)
+        if read != numbers:  # the sampler was set to another position
+            _, batch = self._read(numbers)
+        following = copy.copy(self.sampler)
+        self.ahead = self.thread.submit(lambda: self._read(following.next_batch(self.size)))
         return batch
 
-    def _read(self, numbers: list[int]) -> Batch:
+    def _read(self, numbers: list[int]) -> tuple[list[int], Batch]:
         batch = self.rows.batch(numbers, self.mine)
-        return batch.pinned() if self.is_pinned else batch
+        return numbers, batch.pinned() if self.is_pinned else batch
 
 
 if __name__ == "__main__":

@@ -8,26 +8,28 @@ docs/training.md compares the result with measured peaks.
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator
 from typing import get_args
 
 import torch
 import torch.distributed as dist
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp import FSDPModule
-from torch.nn import functional as F  # noqa: N812  # torch's own name for it
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from training import factory, parallel
 from training import model as models
 from training.checks import Degrees, check
 from training.config import Config, ConfigError, Strategy
-from training.plan import groups_of, size, wide_console
+from training.loss import sum_of_losses
+from training.plan import size, wide_console
+from training.profiling import memory_tracker
 from training.units import units_of
 
 # the columns of the table, and the tracker's names for what they hold
@@ -67,9 +69,7 @@ def memory_of(config: Config, sizes: Degrees) -> dict[str, int]:
             optimizer = torch.optim.AdamW(trained, foreach=is_foreach)
             inputs, targets = (torch.zeros(shape, dtype=dtype) for shape, dtype in shapes)
             _step(model, optimizer, config, inputs, targets)  # makes the optimizer's state
-            tracker = MemTracker() if is_whole else FSDPMemTracker(model, optimizer)
-            if is_whole:
-                tracker.track_external(model, optimizer)
+            tracker = memory_tracker(model, optimizer)
             with tracker:
                 _step(model, optimizer, config, inputs, targets, tracker)
     held = dict.fromkeys(COLUMNS, 0)
@@ -78,6 +78,28 @@ def memory_of(config: Config, sizes: Degrees) -> dict[str, int]:
         if name != "Total" and not (config.fsdp.cpu_offload and name in _ON_HOST):
             held[_COLUMN_OF[name]] += nbytes
     return held
+
+
+def _measured(config: Config, sizes: Degrees) -> dict[str, int]:
+    """Returns the result of `memory_of`.
+
+    Raises:
+        ConfigError: the model does not run on fake tensors.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")  # it prints what it raises, too
+    logger.addFilter(_drop)
+    try:
+        return memory_of(config, sizes)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise ConfigError(f"torch does not run this model on fake tensors: {said}") from error
+    finally:
+        logger.removeFilter(_drop)
+
+
+def _drop(record: logging.LogRecord) -> bool:
+    del record
+    return False
 
 
 @contextlib.contextmanager
@@ -128,8 +150,8 @@ def _step(
                     outputs = factory.call_on_rows(model, config, inputs, dtype)
                     loss = factory.loss_of(config)(outputs, targets)
                 else:
-                    outputs = models.logits_of(model, inputs).flatten(0, 1)
-                    loss = F.cross_entropy(outputs.float(), targets.flatten())
+                    logits = models.logits_of(model, inputs)
+                    loss = sum_of_losses(logits, targets, config.compute.loss_chunk)
             loss.backward()
         if tracker:
             tracker.reset_mod_stats()  # it takes one pass over the modules at a time
@@ -149,10 +171,10 @@ def show(config: Config, num_ranks: int, ranks_a_node: int, budget_gib: float | 
         changed = config.having("fsdp", strategy=strategy, shard_size=shard_size)
         try:
             sizes = check(changed, num_ranks, ranks_a_node)
+            held, mark = _measured(changed, sizes), ""
         except ConfigError as error:
-            refused.append(f"[dim]{strategy}: {error}[/]")
+            refused.append(f"{strategy}: {error}")
             continue
-        held, mark = memory_of(changed, sizes), ""
         peak = sum(held.values())
         if budget_gib:
             is_good = peak <= budget_gib * 2**30
@@ -160,9 +182,13 @@ def show(config: Config, num_ranks: int, ranks_a_node: int, budget_gib: float | 
             mark = "[green]fits[/]" if is_good else "[red]too much[/]"
         sizes_of = map(size, (*held.values(), peak))
         table.add_row(strategy, f"{sizes.shard} x {sizes.replicate}", *sizes_of, mark)
+    if not table.row_count:
+        raise ConfigError(f"--estimate: no strategy can be estimated: {refused[0]}")
     console.print(table)
     for line in (*_on_accumulation(config), *refused):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(
+            escape(line), highlight=False, soft_wrap=True, style="dim" if line in refused else ""
+        )
     if budget_gib and not fits:
         console.print(
             f"[yellow]nothing fits into {budget_gib:g} GiB:[/] to need less memory, use more ranks,"
@@ -178,8 +204,8 @@ def _on_accumulation(config: Config) -> Iterator[str]:
     if number == 1:
         return
     reduce = getattr(torch, precision.reduce or precision.param or config.model.dtype)
-    groups = groups_of(models.make(config), config).values()
-    whole = sum(group.numel for group in groups) * reduce.itemsize
+    model = models.make(config)
+    whole = sum(p.numel() for p in model.parameters() if p.requires_grad) * reduce.itemsize
     now = "each one" if config.fsdp.reduce_every else "the last one"
     yield (
         f"{number} micro-batches, of which {now} reduces gradients. At the last only: a rank keeps"

@@ -73,7 +73,7 @@ def _seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         random.seed(seed)
-        np.random.seed(seed % (1 << 32))
+        np.random.seed(seed)
         try:
             yield
         finally:
@@ -82,7 +82,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _check_module(name: str, module: nn.Module) -> None:
-    """Refuses a module that would not be the same on all ranks, or lose a parameter."""
+    """Refuses a module that would differ between ranks, and makes its tensors contiguous."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm) or (
         isinstance(module, _NormBase) and module.track_running_stats
     ):
@@ -90,16 +90,11 @@ def _check_module(name: str, module: nn.Module) -> None:
             f"model.factory: {name} is a {type(module).__name__}, whose statistics differ"
             " between ranks: use nn.GroupNorm or nn.LayerNorm"
         )
-    own = {id(parameter) for parameter in module.parameters()}
-    for key, value in vars(module).items():
-        items = value.values() if isinstance(value, dict) else value
-        if key.startswith("_") or not isinstance(value, (list, tuple, dict)):
-            continue
-        if any(isinstance(item, Tensor) and id(item) in own for item in items):
-            raise ConfigError(
-                f"model.factory: {name or 'the module'} has a parameter in its {key!r}, which"
-                " would keep the first values: take it from the module in forward"
-            )
+    for parameter in module.parameters(recurse=False):
+        parameter.data = parameter.data.contiguous()  # FSDP2 takes no other ones
+    for key, tensor in module._buffers.items():
+        if tensor is not None and not tensor.is_contiguous():
+            module._buffers[key] = tensor.contiguous()  # an expanded one cannot be saved
 
 
 def _check_parameters(model: nn.Module, config: Config) -> None:
@@ -149,11 +144,11 @@ def check_equal(named: Mapping[str, Tensor], what: str, remedy: str) -> None:
         ConfigError: on all ranks, with the name of the first such tensor.
     """
     plain = {n: t.detach() for n, t in named.items() if type(t) in (Tensor, nn.Parameter)}
-    mine = {name: crc64nvme(_bytes_of(t)) for name, t in plain.items()}
-    found: list[dict[str, int]] = [{}] * dist.get_world_size()
+    mine = {name: (tuple(t.shape), crc64nvme(_bytes_of(t))) for name, t in plain.items()}
+    found: list[dict[str, tuple[tuple[int, ...], int]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(found, mine)
-    for name in mine:
-        if len({one[name] for one in found}) > 1:
+    for name in sorted({name for one in found for name in one}):
+        if len({one.get(name) for one in found}) > 1:
             raise ConfigError(f"model.factory: {name} differs between ranks {what}: {remedy}")
 
 
@@ -178,7 +173,7 @@ def loss_of(config: Config) -> Loss:
     return _find(config.model.loss or CROSS_ENTROPY, "model.loss")
 
 
-def checked_loss(loss: Any, name: str, is_training: bool) -> Tensor:
+def checked_loss(loss: Any, name: str) -> Tensor:
     """Returns what a loss function has returned, as a 0-d tensor.
 
     Raises:
@@ -188,7 +183,7 @@ def checked_loss(loss: Any, name: str, is_training: bool) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shown = f"{list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ConfigError(f"{what}: it returned {shown}: expected a tensor of one number")
-    if is_training and not loss.requires_grad:
+    if torch.is_grad_enabled() and not loss.requires_grad:
         raise ConfigError(f"{what}: its result does not depend on the outputs: no gradient flows")
     return loss.reshape(())
 
@@ -303,7 +298,8 @@ def try_rows(model: nn.Module, config: Config, rows: Rows, key: str) -> None:
 
     Args:
         model: with values, which the trial may change.
-        config: with overrides of precision, nothing is tried: FSDP casts inside the module then.
+        config: the module computes in `model.dtype`, because only FSDP casts its units. With
+            overrides of precision, nothing is tried: types are mixed then.
         rows: the data of `key`.
         key: of the configuration, for messages.
 
@@ -313,17 +309,18 @@ def try_rows(model: nn.Module, config: Config, rows: Rows, key: str) -> None:
     """
     if config.precision.overrides:
         return
-    dtype = config.precision.param or config.model.dtype
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = model.to(device, getattr(torch, dtype))
+    model, computing = model.to(device), contextlib.nullcontext()
+    if config.precision.param and config.fsdp.strategy == "NO_SHARD":
+        computing = torch.autocast(device.type, getattr(torch, config.precision.param))
     inputs, targets = rows.inputs[:2].to(device), rows.targets[:2].to(device)
     what = f"model.factory = {config.model.factory!r}: {key}: it failed on"
-    with _seeded(config.run.seed), _explaining(what, inputs):
-        outputs = call_on_rows(model, config, inputs, dtype)
-    name = config.model.loss or CROSS_ENTROPY
+    with _seeded(config.run.seed), _explaining(what, inputs), computing:
+        outputs = call_on_rows(model, config, inputs, config.model.dtype)
+    name, function = config.model.loss or CROSS_ENTROPY, loss_of(config)
     with _explaining(f"model.loss = {name!r}: {key}: it failed on", outputs, targets):
-        loss = loss_of(config)(outputs, targets)
-    checked_loss(loss, name, is_training=False)
+        loss = function(outputs, targets)
+    checked_loss(loss, name)
     if not config.model.loss and isinstance(outputs, Tensor) and outputs.ndim > 1:
         _check_labels(rows.targets, outputs.shape[1], key)
 

@@ -14,10 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckpt_tools import RngState
-from ckpt_tools.core.naming import strip_wrappers
 from training import config as configuration
 from training import factory, parallel, pretrained, weights
-from training import model as models
 from training.checks import keeps_flat
 from training.config import Config
 from training.data import Reader, Sampler
@@ -82,8 +80,8 @@ def build(plan: Plan, device: torch.device) -> Job:
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     about = {
         "data": plan.rows.identity,
-        "model": models.description(model),
-        "validation": plan.validation.identity["fingerprint"] if plan.validation else "",
+        "model": pretrained.description(model) if config.model.path else {},
+        "validation": _validated_on(plan),
     }
     if config.lora.rank:
         about["base"] = weights.fingerprint(config.model.path)
@@ -94,10 +92,12 @@ def build(plan: Plan, device: torch.device) -> Job:
         remedy = "draw from torch, numpy or random, which have the same seed on all ranks"
         named = dict([*model.named_parameters(), *model.named_buffers()])
         factory.check_equal(named, "as the function has made it", remedy)
+        del named  # `shard` looks for references to parameters
     # weights of model.path are loaded later: only adapters on them are drawn
-    draws = pretrained.is_of_adapter if config.model.path and config.model.weights else None
-    model = parallel.shard(model, config, mesh, device, draws or (lambda _: True))
-    seed_generators(config.run.seed, mesh)
+    has_weights = config.model.path and config.model.weights
+    draws = pretrained.is_of_adapter if has_weights else lambda _: True
+    model = parallel.shard(model, config, mesh, device, draws)
+    seed_generators(config.run.seed, mesh)  # after `shard`, which seeds them for each module
     optimizer = _adamw(model, config, decayed)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
     sampler = Sampler(
@@ -119,6 +119,17 @@ def build(plan: Plan, device: torch.device) -> Job:
     )
 
 
+def _validated_on(plan: Plan) -> str:
+    """Returns what the validation data is, and how many of its rows are used; "" if there is none.
+
+    Losses on other rows cannot be compared.
+    """
+    if plan.validation is None:
+        return ""
+    num_rows = plan.config.data.batch_size * plan.config.metrics.validate_batches
+    return f"{plan.validation.identity['fingerprint']}, {min(num_rows, len(plan.validation))} rows"
+
+
 def seed_generators(seed: int, mesh: DeviceMesh) -> None:
     """Seeds the generators differently on each rank, but equally within a tensor group.
 
@@ -134,10 +145,10 @@ def _adamw(model: nn.Module, config: Config, decayed: set[str]) -> torch.optim.A
     """Returns the optimizer. Its first group decays; norms, biases and embeddings do not."""
     optim, groups = config.optim, ([], [])
     decays_all = optim.decay == "all" or keeps_flat(config)
-    for name, parameter in model.named_parameters():
+    for name, parameter in parallel.unwrapped(model).named_parameters():
         if parameter.requires_grad:
-            is_decayed = decays_all or strip_wrappers(name) in decayed
-            groups[not is_decayed].append(parameter)
+            is_decayed = decays_all or parallel.plain_name(name) in decayed
+            groups[0 if is_decayed else 1].append(parameter)
     decays = zip(groups, (optim.weight_decay, 0.0), strict=True)
     is_auto = optim.implementation == "auto"
     return torch.optim.AdamW(

@@ -34,22 +34,14 @@ def loss_of(job: Job, batch: Batch) -> Tensor:
         logits = models.logits_of(job.model, batch.inputs, batch.documents, data.packing)
     if output := parallel.dtype_of(job.config.precision.output):
         logits = logits.to(output)
-    logits, targets = logits.flatten(0, 1), batch.targets.flatten()
-    size = job.config.compute.loss_chunk or len(targets)
-    if size >= len(targets) and batch.documents is None:
-        return F.cross_entropy(logits.float(), targets)
-    share = _share(job, batch) if batch.documents is not None else len(targets)
-    if size >= len(targets):
-        return _sum_of_losses(logits, targets) / max(share, _LEAST)
-    parts = zip(logits.split(size), targets.split(size), strict=True)
-    # float32 logits of one chunk are computed again in the backward pass, and not kept
-    sums = [recompute(_sum_of_losses, *part, use_reentrant=False) for part in parts]
-    return torch.stack(sums).sum() / max(share, _LEAST)
+    total = sum_of_losses(logits, batch.targets, job.config.compute.loss_chunk)
+    return total / max(_share(job, batch), _LEAST)
 
 
 def _share(job: Job, batch: Batch) -> float:
     """Returns the targets of a step over its micro-batches: the weight of each target is equal."""
-    accumulation = job.config.data.accumulation if job.model.training else 1
+    is_training = torch.is_grad_enabled()  # a factory's module may be in eval mode
+    accumulation = job.config.data.accumulation if is_training else 1
     return batch.num_targets / (data_ranks(job.mesh) * accumulation)
 
 
@@ -58,7 +50,7 @@ def _loss_of_rows(job: Job, batch: Batch, loss: factory.Loss) -> Tensor:
     dtype = job.config.model.dtype
     with parallel.computing(job.config, job.device):
         outputs = factory.call_on_rows(job.model, job.config, batch.inputs, dtype)
-    name, is_training = job.config.model.loss or factory.CROSS_ENTROPY, job.model.training
+    name = job.config.model.loss or factory.CROSS_ENTROPY
     if not job.config.model.loss and factory.are_labels(batch.targets):
         if not isinstance(outputs, Tensor):
             raise ConfigError(f"model.loss: the module returned {type(outputs).__name__}: give one")
@@ -66,11 +58,21 @@ def _loss_of_rows(job: Job, batch: Batch, loss: factory.Loss) -> Tensor:
         return total / max(_share(job, batch), _LEAST)
     if job.loss_note is None:
         job.loss_note = factory.note_on_mean(loss, outputs, batch.targets)
-    return factory.checked_loss(loss(outputs, batch.targets), name, is_training)
+    return factory.checked_loss(loss(outputs, batch.targets), name)
 
 
-def _sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float(), targets, reduction="sum")
+def sum_of_losses(logits: Tensor, targets: Tensor, chunk: int = 0) -> Tensor:
+    """Returns the summed cross-entropy of `[B, T, V]` logits and `[B, T]` targets, in float32.
+
+    With a `chunk`, the logits of so many tokens at a time are in float32. They are computed again
+    in the backward pass, and not kept.
+    """
+    logits, targets = logits.flatten(0, 1), targets.flatten()
+    if not chunk or chunk >= len(targets):
+        return F.cross_entropy(logits.float(), targets, reduction="sum")
+    parts = zip(logits.split(chunk), targets.split(chunk), strict=True)
+    one = lambda part: sum_of_losses(part[0][None], part[1][None])  # noqa: E731
+    return torch.stack([recompute(one, part, use_reentrant=False) for part in parts]).sum()
 
 
 @torch.no_grad()

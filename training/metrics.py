@@ -72,9 +72,9 @@ class Meter:
         lr: float,
         norm: Tensor | None,
     ) -> None:
-        """Counts a step and, if one is due, writes a line of means over ranks and steps.
+        """Counts a step and, if one is due, writes a line.
 
-        The means cover the steps since the last line.
+        Times are means over the steps since the last line. The rest is of this step.
 
         Args:
             step: its number.

@@ -6,11 +6,9 @@ the meta device. This module knows nothing of ranks, data or checkpoints.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -252,19 +250,6 @@ def sizes_of(config: Config) -> ModelConfig:
     return sizes
 
 
-def description(model: nn.Module) -> dict[str, Any]:
-    """Returns the configuration of a `transformers` model as JSON values; of others, nothing.
-
-    The sizes of a built-in decoder, or the name of a factory, are in the run's configuration.
-    """
-    return pretrained.description(model) if is_pretrained(model) else {}
-
-
-def is_pretrained(model: nn.Module) -> bool:
-    """Tells whether `transformers` made a model."""
-    return not isinstance(model, Decoder) and hasattr(model, "config")
-
-
 def initializer(model: nn.Module) -> Callable[[str, nn.Module], None]:
     """Returns the function that sets the first values of one module, by its name.
 
@@ -347,9 +332,3 @@ def positions_in(documents: Tensor) -> Tensor:
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return place - torch.where(begins, place, 0).cummax(1).values
-
-
-def load_config(path: Path) -> ModelConfig:
-    """Returns the sizes from a `model.json`."""
-    known: dict[str, Any] = json.loads(path.read_text())
-    return ModelConfig(**known)

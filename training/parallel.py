@@ -13,7 +13,10 @@ The module of a factory is not on the meta device: it already has memory and val
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
@@ -95,6 +98,7 @@ def shard(
     units, blocks = units_of(model, config), blocks_of(model, config)
     is_meta = next(model.parameters()).is_meta
     values = FirstValues(model, config.run.seed, device, draws) if is_meta else None
+    before = {} if is_meta else {n: weakref.ref(p) for n, p in model.named_parameters()}
     split_and_checkpoint(model, config, mesh)
     if config.fsdp.api == "fsdp1":
         model = _fsdp1(model, units, config, mesh, device, values)
@@ -106,13 +110,36 @@ def shard(
     else:
         fsdp2(model, units, config, mesh)
         if values:
+            # it unties weights, which FSDP2 ties again when it takes its shards from the modules
             model.to_empty(device="cpu" if config.fsdp.cpu_offload else device)
             values.all(model)
         _move_buffers(model, device)
+        _check_references(before)
     if config.compute.compile:
         for name in blocks:
             find(model, name).compile(backend=config.compute.compile_backend)
     return model
+
+
+def _check_references(before: dict[str, weakref.ref[nn.Parameter]]) -> None:
+    """Refuses a model that refers to parameters other than by its modules.
+
+    FSDP2 puts shards in the place of parameters. A list, an object or a closure that still holds
+    the parameter itself would compute with its first values.
+
+    Args:
+        before: the parameters that the modules had.
+
+    Raises:
+        ConfigError: with the name of the first such parameter.
+    """
+    gc.collect()
+    if held := [name for name, parameter in before.items() if parameter() is not None]:
+        raise ConfigError(
+            f"model.factory: something beside its module holds the parameter {held[0]}, such as a"
+            " list or a closure, and would keep the first values: take it from the module in"
+            " forward"
+        )
 
 
 def split_and_checkpoint(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
@@ -174,11 +201,23 @@ def decayed_names(model: nn.Module) -> set[str]:
     }
 
 
-def find(model: nn.Module, name: str) -> nn.Module:
-    """Returns a module by its name before anything was wrapped around it."""
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Returns the model below DDP and FSDP1."""
     while isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
         model = model.module
-    return model.get_submodule(name)
+    return model
+
+
+def plain_name(name: str) -> str:
+    """Returns a parameter's name before anything was wrapped around the modules in the model."""
+    for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
+        name = name.replace(wrapper, "")
+    return name
+
+
+def find(model: nn.Module, name: str) -> nn.Module:
+    """Returns a module by its name before anything was wrapped around it."""
+    return unwrapped(model).get_submodule(name)
 
 
 def fsdp2(model: nn.Module, units: dict[str, str], config: Config, mesh: DeviceMesh) -> None:
@@ -194,15 +233,17 @@ def fsdp2(model: nn.Module, units: dict[str, str], config: Config, mesh: DeviceM
     for name, dtype in units.items():
         # a unit with a type of its own returns the type that its neighbours compute in
         around = precision.param or config.model.dtype
-        output = around if dtype else precision.output * (not name)
+        output = around if dtype else precision.output if not name else ""
         policy = MixedPrecisionPolicy(
             param_dtype=dtype_of(dtype or precision.param),
             reduce_dtype=dtype_of(precision.reduce),
             output_dtype=dtype_of(output),
             cast_forward_inputs=precision.cast_forward_inputs,
         )
-        # backward needs the root's parameters first, so PyTorch keeps them gathered by default
-        after = reshard if name or reshard is False else fsdp.reshard_after_forward
+        after = reshard
+        if not name and reshard is not False:
+            # None: PyTorch keeps the root gathered, because backward needs it first
+            after = fsdp.reshard_after_forward
         fully_shard(
             model.get_submodule(name),
             mesh=data_mesh,
@@ -303,6 +344,8 @@ def check_heads(model: nn.Module, num_ranks: int) -> None:
     Raises:
         ConfigError: the number of ranks does not divide a number of heads, or a width.
     """
+    if num_ranks == 1:
+        return
     config = getattr(model, "config", None)
     for key in (
         *("num_heads", "num_kv_heads", "num_attention_heads", "num_key_value_heads"),
@@ -357,9 +400,18 @@ def decoder_plan(splits_sequence: bool, splits_loss: bool) -> dict[str, Parallel
     return plan
 
 
-def split_globs(model: nn.Module) -> list[str]:
-    """Returns globs of the modules whose matrices tensor parallelism splits."""
-    return list(_plan(model))
+def split_dims(model: nn.Module) -> dict[str, int]:
+    """Returns which dimension of which parameter tensor parallelism splits, by name."""
+    plan, found = _plan(model), {}
+    for name, _ in model.named_parameters():
+        path, _, key = name.rpartition(".")
+        style = next((one for glob, one in plan.items() if fnmatch.fnmatchcase(path, glob)), None)
+        is_row = isinstance(style, RowwiseParallel) and isinstance(
+            model.get_submodule(path), nn.Linear
+        )
+        if isinstance(style, (ColwiseParallel, RowwiseParallel)) and not (is_row and key == "bias"):
+            found[name] = 1 if is_row else 0
+    return found
 
 
 def _plan(model: nn.Module, config: Config | None = None) -> dict[str, ParallelStyle]:

@@ -5,7 +5,6 @@ It shows how much each unit gathers. No process group is needed.
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 import sys
 from dataclasses import dataclass, field
@@ -65,13 +64,13 @@ def groups_of(model: nn.Module, config: Config) -> dict[str, Group]:
         name: Group(name, getattr(torch, dtype or default))
         for name, dtype in units_of(model, config).items()
     }
-    split = parallel.split_globs(model) if over > 1 else []
+    split = parallel.split_dims(model) if over > 1 else {}
     for name, parameter in model.named_parameters():
         path, shape = name, parameter.shape
         while path not in groups:
             path = path.rpartition(".")[0]
-        if any(fnmatch.fnmatchcase(name, f"{glob}.*") for glob in split):
-            shape = torch.Size((-(-shape[0] // over), *shape[1:]))
+        if (dim := split.get(name)) is not None:
+            shape = torch.Size(-(-n // over) if i == dim else n for i, n in enumerate(shape))
         groups[path].shapes.append(shape)
     return groups
 

@@ -36,14 +36,14 @@ Masked = tuple[list[int], list[int]]  # ids, and 1 for those that are trained on
 def prepare(
     sources: Sequence[Path], out: Path, tokenizer: Path | None = None, progress: bool = True
 ) -> dict[str, Any]:
-    """Writes a token file, or the files of examples, in constant memory.
+    """Writes a token file, or the files of examples. Its memory is bounded by the longest line.
 
     Returns its description.
 
     Args:
         sources: text files, or folders whose files are all taken, in order of their names; or
             JSONL files of examples.
-        out: the file to write. It is replaced as a whole, at the end.
+        out: the file to write. Each file is replaced as a whole, at the end.
         tokenizer: directory of a `transformers` tokenizer; None for bytes. Documents end in its
             end-of-sequence id, or in a line feed.
         progress: shows a bar.
@@ -58,8 +58,13 @@ def prepare(
     ]
     if missing := [f for f in files if not f.is_file()]:
         raise ConfigError(f"no such file: {missing[0]}")
-    if out.is_dir():
-        raise ConfigError(f"--out {out} is a directory: name a file in it")
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: name a file in a directory that exists")
+    made = {Path(f"{out}{suffix}").absolute() for suffix in ("", ".json", *PARTS.values())}
+    if taken := [file for file in files if file.absolute() in made]:
+        raise ConfigError(f"--out {out}: {taken[0]} is one of the sources: write elsewhere")
+    if not sum(file.stat().st_size for file in files):
+        raise ConfigError(f"no text in {', '.join(map(str, sources))}")
     texts = [file for file in files if file.suffix != ".jsonl"]
     for file in texts:
         _refuse_examples_as_text(file)
@@ -74,6 +79,8 @@ def prepare(
     }
     if not about["tokens"]:
         raise ConfigError(f"no text in {', '.join(map(str, sources))}")
+    for suffix in PARTS.values() if texts else ():
+        Path(f"{out}{suffix}").unlink(missing_ok=True)  # of examples that lay here before
     Path(f"{out}.json").write_text(json.dumps(about, indent=1) + "\n")
     return about
 
@@ -144,14 +151,13 @@ def _examples(files: Sequence[Path], out: Path, encode: Any) -> dict[str, Any]:
 
 def _refuse_examples_as_text(file: Path) -> None:
     """Refuses a file of examples that is not named `.jsonl`: it would be read as text."""
-    if file.suffix == ".jsonl":
-        return
     with file.open("rb") as stream:
         line = stream.readline(_READ)
     try:
         first = json.loads(line)
     except ValueError:
         return
+    first = first[0] if isinstance(first, list) and first else first
     if isinstance(first, dict) and {"messages", "prompt"} & first.keys():
         raise ConfigError(f"{file} looks like examples, a line each: rename it to end in .jsonl")
 
@@ -165,11 +171,11 @@ def _encoded(sources: Sequence[Path], encode: Any) -> Iterator[Masked]:
                 if not text.strip():
                     continue
                 try:
-                    ids, mask = _example(json.loads(text), encode)
+                    made = _example(json.loads(text), encode)
                 except Exception as error:  # a template or a tokenizer may raise anything
                     said = " ".join(str(error).split())[:200] or type(error).__name__
                     raise ConfigError(f"{source}, line {number}: {said}") from error
-                yield ids, mask
+                yield made
 
 
 def _example(given: Any, encode: Any) -> Masked:
@@ -192,39 +198,6 @@ def _example(given: Any, encode: Any) -> Masked:
         raise ConfigError("expected `prompt` and `completion`, two texts, or a list `messages`")
     if len(ids) < 2 or not any(mask[1:]):  # the first id has no prediction
         raise ConfigError("nothing in it is trained on: it has no completion or assistant's turn")
-    return list(ids), list(mask)
-
-
-def _chat(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
-) -> Masked:
-    """Returns the ids of a chat by the tokenizer's template, and a mask of the assistant's turns.
-
-    Args:
-        tokenizer: of transformers.
-        messages: the turns.
-        tools: that the assistant may call, for the template.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError("the tokenizer has no chat template: give `prompt` and `completion`")
-
-    def render(turns: Sequence[Any], is_open: bool = False) -> list[int]:
-        text = tokenizer.apply_chat_template(
-            turns, tools=tools, tokenize=False, add_generation_prompt=is_open
-        )
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    ids = render(messages)
-    if tools and ids == _chat(tokenizer, messages)[0]:
-        raise ConfigError("the chat template does not write the line's `tools`: leave them out")
-    mask = [0] * len(ids)
-    for number, message in enumerate(messages):
-        if message.get("role") == "assistant":
-            before = render(messages[:number], is_open=True)
-            after = render(messages[: number + 1])
-            if ids[: len(before)] != before or ids[: len(after)] != after:
-                raise ConfigError("the chat template writes earlier turns in another way later on")
-            mask[len(before) : len(after)] = [1] * (len(after) - len(before))
     return ids, mask
 
 
@@ -282,8 +255,37 @@ class _Tokenizer:
     def chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> Masked:
-        """Returns the ids of a chat, and which of them are the assistant's."""
-        return _chat(self.tokenizer, messages, tools)
+        """Returns the ids of a chat by the template, and a mask of the assistant's turns.
+
+        Args:
+            messages: the turns.
+            tools: that the assistant may call, for the template.
+
+        Raises:
+            ConfigError: the tokenizer has no template, its template rewrites earlier turns, or it
+                leaves the tools out.
+        """
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ConfigError("the tokenizer has no chat template: give `prompt` and `completion`")
+
+        def render(turns: Sequence[Any], is_open: bool = False) -> list[int]:
+            text = self.tokenizer.apply_chat_template(
+                turns, tools=tools, tokenize=False, add_generation_prompt=is_open
+            )
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        ids = render(messages)
+        if tools and ids == self.chat(messages)[0]:
+            raise ConfigError("the chat template does not write the line's `tools`: leave them out")
+        mask = [0] * len(ids)
+        for number, message in enumerate(messages):
+            if message.get("role") == "assistant":
+                before = render(messages[:number], is_open=True)
+                after = render(messages[: number + 1])
+                if ids[: len(before)] != before or ids[: len(after)] != after:
+                    raise ConfigError("the chat template writes earlier turns in another way later")
+                mask[len(before) : len(after)] = [1] * (len(after) - len(before))
+        return ids, mask
 
     def document(self, path: Path, seen: Any) -> Iterator[np.ndarray[Any, Any]]:
         with path.open(encoding="utf-8", errors="replace", newline="") as file:
@@ -314,6 +316,8 @@ def main() -> None:
         about = prepare(args.sources, args.out, args.tokenizer)
     except (ConfigError, OSError) as error:
         raise SystemExit(f"training.data: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit("training.data: interrupted") from None
     print(
         f"{args.out}: {about['tokens']:,} tokens of {about['documents']:,} documents,"
         f" a vocabulary of {about['vocab_size']:,} ids"

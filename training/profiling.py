@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.weak import WeakIdKeyDictionary
 
 from training.config import Config
 
@@ -78,7 +80,7 @@ class Profiler:
             return
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        tracker = FSDPMemTracker(model, optimizer)
+        tracker = memory_tracker(model, optimizer)
         with tracker:
             yield
         text = memory_summary(tracker.get_tracker_snapshot("peak"))
@@ -125,6 +127,26 @@ class Profiler:
             file = self.directory / f"rank{dist.get_rank()}.memory.pickle"
             torch.cuda.memory._dump_snapshot(str(file))
             torch.cuda.memory._record_memory_history(None)
+
+
+class _HookHandles(WeakIdKeyDictionary):
+    """The tracker's hooks on parameters, in which frozen ones seem to have theirs.
+
+    The tracker asks each parameter for its hooks, and one that takes no gradient has none.
+    """
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(key, default) if key.requires_grad else ()
+
+
+def memory_tracker(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemTracker:
+    """Returns torch's tracker of memory for a model, with FSDP2 or unsharded."""
+    is_sharded = isinstance(model, FSDPModule)
+    tracker = FSDPMemTracker(model, optimizer) if is_sharded else MemTracker()
+    tracker._param_to_grad_hook_handles = _HookHandles()
+    if not is_sharded:
+        tracker.track_external(model, optimizer)
+    return tracker
 
 
 def memory_summary(peak: Mapping[torch.device, Mapping[Any, int]]) -> str:

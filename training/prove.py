@@ -9,9 +9,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import fsspec
 import torch
 from torch import nn
 
+import ckpt_tools
 from training import changes, factory, parallel, weights
 from training import model as models
 from training.batch import DataSet
@@ -52,15 +54,7 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
     changes.check_directory(config)
     if config.model.factory:
         config = config.having("data", seq_len=1)  # a row stands for a sequence of one token
-    model, has_weights = models.make(config), bool(config.model.path and config.model.weights)
-    units_of(model, config)
-    check_blocks(model, config)
-    parallel.check_heads(model, config.fsdp.tensor_parallel)
-    if config.data.seq_len > models.max_seq_len(model):
-        raise ConfigError(
-            f"data.seq_len = {config.data.seq_len}, and the model takes sequences of at most"
-            f" {models.max_seq_len(model)}"
-        )
+    model, has_weights = make_model(config), bool(config.model.path and config.model.weights)
     converts = has_weights and weights.check_weights(model, config)
     parallel.check_backend(config)
     rows, validation = open_data(config, model, "data.train"), None
@@ -81,30 +75,58 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
     return Plan(given, config, sizes, model, rows, validation, notes, converts)
 
 
+def make_model(config: Config) -> nn.Module:
+    """Returns the model after checks that need no data.
+
+    Raises:
+        ConfigError: it cannot be made, or does not fit units, mesh or sequence length.
+    """
+    model = models.make(config)
+    units_of(model, config)
+    check_blocks(model, config)
+    if config.model.factory:
+        return model
+    parallel.check_heads(model, config.fsdp.tensor_parallel)
+    if config.data.seq_len > models.max_seq_len(model):
+        raise ConfigError(
+            f"data.seq_len = {config.data.seq_len}, and the model takes sequences of at most"
+            f" {models.max_seq_len(model)}"
+        )
+    return model
+
+
 _READ_ONLY = ("http", "https", "data")  # stores that cannot be written
 
 
 def _check_places(config: Config) -> None:
     """Refuses places that cannot hold a run, or that lack what they should have."""
-    for key, place in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
+    checkpoint, start = config.checkpoint, config.run.resume_from
+    places = {"run.dir": config.run.dir, "checkpoint.dir": checkpoint.dir}
+    for key, place in (places | {"checkpoint.mirror": checkpoint.mirror}).items():
         scheme, colon, rest = place.partition("://")
         if colon and key == "run.dir":
             raise ConfigError(
                 f"run.dir = {place!r}: a local directory; give the URL in checkpoint.dir"
             )
-        if colon and (not rest.strip("/") or scheme in _READ_ONLY):
+        is_store = scheme in fsspec.available_protocols() and scheme not in _READ_ONLY
+        if colon and not (rest.strip("/") and is_store):
             raise ConfigError(
                 f"{key} = {place!r}: expected a store that can be written, s3://bucket/run"
             )
-        if place and not colon and not _can_be_directory(Path(place)):
+        if place and not colon and not _can_be_directory(place):
             raise ConfigError(f"{key} = {place!r}: no directory can be made there")
-    start = config.run.resume_from
-    if start and "://" not in start and not Path(start).exists():
-        raise ConfigError(f"run.resume_from = {start!r}: there is no such checkpoint")
+    if start and "://" not in start:
+        try:
+            ckpt_tools.inspect(start)
+        except (ckpt_tools.CheckpointError, OSError, ValueError) as error:
+            said = " ".join(str(error).split())
+            raise ConfigError(f"run.resume_from = {start!r}: {said}") from error
 
 
-def _can_be_directory(path: Path) -> bool:
-    path = path.absolute()
+def _can_be_directory(place: str) -> bool:
+    if "\0" in place:
+        return False
+    path = Path(place).absolute()
     while not path.exists() and not path.is_symlink():
         path = path.parent
     return path.is_dir() and os.access(path, os.W_OK)
@@ -126,7 +148,7 @@ def _notes_on(
                 f"data.validation: a validation uses the first {used:,} of {len(validation):,}"
                 " rows, whole batches of data.batch_size up to metrics.validate_batches"
             )
-    about = getattr(model, "config", None)
+    about = getattr(model, "config", None) if config.model.path else None
     if getattr(about, "output_router_logits", False) and getattr(about, "router_aux_loss_coef", 0):
         notes.append(
             f"model.path: its config.json has router_aux_loss_coef = {about.router_aux_loss_coef}:"

@@ -9,6 +9,7 @@ The directory holds safetensors and `model.json` (the built-in decoder), or a mo
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from training.model import Decoder, load_config, logits_of, max_seq_len
+from training.model import Decoder, ModelConfig, logits_of, max_seq_len
 
 _NUM_BYTES = 256
 
@@ -36,7 +37,7 @@ def load_decoder(weights: Path, sizes: Path) -> Decoder:
     A tied weight may be in the file once or twice.
     """
     with torch.device("meta"):
-        model = Decoder(load_config(sizes))
+        model = Decoder(ModelConfig(**json.loads(sizes.read_text())))
     tensors = load_file(weights)
     if model.config.tied_embeddings:
         tensors["output.weight"] = tensors["tok_embeddings.weight"] = tensors.get(
@@ -114,6 +115,12 @@ def _problem(args: argparse.Namespace) -> str:
     folder = args.directory
     if not folder.is_dir():
         return f"no such directory: {folder}"
+    if (folder / "adapter_config.json").exists():
+        merged = "`ckpt merge MODEL out/model.safetensors --lora"
+        return f"{folder} holds adapters: merge them with {merged} {folder}`, and use transformers"
+    sizes = folder / "model.json"
+    if sizes.exists() and "factory" in json.loads(sizes.read_text()):
+        return f"{folder} holds the module of a factory, which this command cannot call"
     if not (folder / "model.json").exists() and not (folder / "config.json").exists():
         export, remedy = folder / "export", "train with --set run.export=true, and give its export"
         remedy = f"give {export}" if export.is_dir() else remedy

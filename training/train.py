@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 from collections.abc import Iterator
@@ -55,12 +56,11 @@ def train(
         if is_first:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "config.toml").write_text(to_toml(plan.given), encoding="utf-8")
-        meter = Meter(config, first, loggers)
-        for text in (*_about(job, first), *plan.notes, *notes):
-            meter.say(text)
-        number = _loop(job, checkpoints, meter, first, profile_steps)
-        checkpoints.wait()
-        meter.close()
+        with contextlib.closing(Meter(config, first, loggers)) as meter:
+            for text in (*_about(job, first), *plan.notes, *notes):
+                meter.say(text)
+            number = _loop(job, checkpoints, meter, first, profile_steps)
+            checkpoints.wait()
     if checkpoints.last_save:
         meter.say(f"saved {checkpoints.last_save.path}")
     if logits and not number:
@@ -176,7 +176,7 @@ def _validate(
     with meter.pausing():
         loss = evaluate(job, rows)
         meter.validation(step, loss)
-    if job.config.checkpoint.keep_best and is_saved:
+    if job.config.checkpoint.keep_best and is_saved and math.isfinite(loss):
         if job.best is None or loss < job.best[1]:
             job.best = step, loss
         checkpoints.protected_steps.clear()
@@ -193,9 +193,17 @@ def _check_buffers(job: Job) -> None:
     """Refuses to save buffers that a factory's module has changed differently on each rank.
 
     Only rank 0's would be saved, and a resume would continue from them.
+
+    Raises:
+        ConfigError: with the name of the first such buffer.
     """
     if job.loss is not None and dist.get_world_size() > 1:
-        buffers = {name.removeprefix("module."): b for name, b in job.model.named_buffers()}
+        buffers = {
+            f"{path}.{name}" if path else name: buffer
+            for path, module in parallel.unwrapped(job.model).named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        }
         remedy = "average it over the ranks in forward, or do not change it"
         factory.check_equal(buffers, "after this step", remedy)
 
@@ -247,4 +255,7 @@ def _export(job: Job, checkpoints: CheckpointManager, meter: Meter) -> None:
         directory = Path(job.config.run.dir) / "export"
         weights.export(newest.path, directory, job.config, job.model)
         meter.say(f"exported {directory}")
+        names = [name for name, _ in parallel.unwrapped(job.model).named_parameters()]
+        if all(name.startswith("module.") for name in names):
+            meter.say("the names in it lack the prefix `module.`, which looks like that of DDP")
     dist.barrier()

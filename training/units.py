@@ -146,10 +146,11 @@ def _shared_outside(model: nn.Module, names: list[str]) -> set[str]:
 
     Such modules stay together, in the root.
     """
+    shared = [[use.path for use in uses] for uses in tied(model)]
     inside = lambda path, unit: path == unit or path.startswith(f"{unit}.")  # noqa: E731
     return {
         unit
         for unit in names
-        for uses in tied(model)
-        if len({inside(use.path, unit) for use in uses}) == 2
+        for paths in shared
+        if len({inside(path, unit) for path in paths}) == 2
     }

@@ -10,7 +10,7 @@ import copy
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,11 @@ def check_weights(model: nn.Module, config: Config) -> bool:
     Raises:
         ConfigError: names or shapes do not fit; the message has some of them.
     """
-    path, shapes = config.model.path, _stored_shapes(config.model.path)
-    stored = set(shapes)
+    path, stored = config.model.path, _stored(config.model.path)
     for name, tensor in _named(model).items():
-        if name in stored and shapes[name] != tensor.shape:
+        if name in stored and stored[name] != tensor.shape:
             raise ConfigError(
-                f"model.path: {name} has the shape {list(shapes[name])} in {path}, and"
+                f"model.path: {name} has the shape {list(stored[name])} in {path}, and"
                 f" {list(tensor.shape)} in the model of its config.json"
             )
     missing, extra = _misfits(model, stored)
@@ -110,11 +109,7 @@ def load_weights(model: nn.Module, path: str, converts: bool) -> list[str]:
     return []
 
 
-def _stored(path: str) -> set[str]:
-    return set(_stored_shapes(path))
-
-
-def _stored_shapes(path: str) -> dict[str, tuple[int, ...]]:
+def _stored(path: str) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each weight in a directory."""
     report = ckpt_tools.inspect(path)
     shapes = {name: entry.shape for name, entry in report.catalog.tensors.items()}
@@ -144,14 +139,14 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return getattr(model, "module", model)
 
 
-def _misfits(model: nn.Module, stored: set[str]) -> tuple[set[str], set[str]]:
+def _misfits(model: nn.Module, stored: Collection[str]) -> tuple[set[str], set[str]]:
     """Returns the names of the model that are not stored, and stored ones that it does not have.
 
     A tied weight is there if one of its names is.
     """
     names = {name: id(tensor) for name, tensor in _named(model).items()}
     there = {key for name, key in names.items() if name in stored}
-    return {name for name, key in names.items() if key not in there}, stored - names.keys()
+    return {name for name, key in names.items() if key not in there}, set(stored) - names.keys()
 
 
 def _has_other_prefix(model: nn.Module, missing: set[str]) -> bool:
@@ -159,14 +154,14 @@ def _has_other_prefix(model: nn.Module, missing: set[str]) -> bool:
     return len(missing) * 2 >= len(_named(model)) and not _uses_experts(missing)
 
 
-def _uses_experts(names: set[str]) -> bool:
+def _uses_experts(names: Iterable[str]) -> bool:
     return any(".experts." in name for name in names)
 
 
 Sources = dict[str, list[tuple[str, str | None]]]  # by the model's name: stored names and patterns
 
 
-def _conversions(model: nn.Module, stored: set[str]) -> tuple[dict[str, Any], Sources]:
+def _conversions(model: nn.Module, stored: Iterable[str]) -> tuple[dict[str, Any], Sources]:
     """Returns transformers' converters by pattern, and what each weight of the model is made of."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
@@ -189,7 +184,7 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 
 
 @torch.no_grad()
-def _load_converted(model: nn.Module, path: str, stored: set[str]) -> list[str]:
+def _load_converted(model: nn.Module, path: str, stored: Iterable[str]) -> list[str]:
     """Fills a model from weights that transformers converts, one of its tensors at a time.
 
     Every rank reads all weights, and keeps its shards.

@@ -72,6 +72,36 @@ class KeepsAReference(nn.Module):
         return self.linear(x) + self.weights[0].sum()
 
 
+class KeepsAClosure(nn.Module):
+    """Holds a parameter in a function, which a search of its attributes does not find."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(10, 5)
+        weight = self.linear.weight
+        self._total = lambda: weight.sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self._total()
+
+
+class Unusual(nn.Module):
+    """Has names, a mode and layouts that other parts of a job also use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"num_heads": [2, 4], "max_position_embeddings": None}
+        self.module = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 5))
+        self.module[0].weight = nn.Parameter(torch.randn(10, 8).t())
+        self.register_buffer("scale", torch.tensor(0.5).expand(5))
+        self.register_buffer("last", torch.zeros(()), persistent=False)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.detach().sum()
+        return self.module(x) * self.scale
+
+
 class Centred(nn.Module):
     """Has a buffer that is used together with the inputs, and a layer that is never used."""
 

@@ -157,6 +157,20 @@ def test_prepare_takes_files_and_folders_in_order_and_replaces_as_a_whole(tmp_pa
     ]
 
 
+def test_prepare_does_not_read_what_it_has_written(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    with pytest.raises(ConfigError, match="is one of the sources"):
+        prepare([tmp_path / "a.txt"], tmp_path / "a.txt", progress=False)
+    prepare([tmp_path], tmp_path / "t.npy", progress=False)
+    before = (tmp_path / "t.npy").read_bytes()
+    with pytest.raises(ConfigError, match=r"t\.npy.* is one of the sources: write elsewhere"):
+        prepare([tmp_path], tmp_path / "t.npy", progress=False)
+    assert (tmp_path / "t.npy").read_bytes() == before
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(ConfigError, match="no text in"):
+        prepare([tmp_path / "empty.txt"], tmp_path / "e.npy", progress=False)
+
+
 def test_prepare_with_a_tokenizer_gives_its_ids(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast

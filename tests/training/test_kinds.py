@@ -20,10 +20,13 @@ from torch.nn import functional as F
 import ckpt_tools
 from tests.jobs import PYTHON_PATH
 from tests.training import modules
+from tests.training.difficult import Unusual
 from tests.training.test_training import QUIET, command, losses, run, sets
 from training import config as configuration
+from training.checks import Degrees
 from training.config import ConfigError
 from training.data import Sampler, open_tokens
+from training.estimate import memory_of
 from training.loss import PROMPT
 from training.prepare import prepare
 from training.prove import prove
@@ -209,7 +212,6 @@ def test_what_would_go_wrong_on_some_rank_is_refused_before_ranks_wait(rows: Pat
         return str(error.value)
 
     assert "InstanceNorm1d, whose statistics differ between ranks" in refused("instance_normed")
-    assert "has a parameter in its 'weights'" in refused("KeepsAReference")
     assert "scale has no dimension to shard" in refused("scalar")
     assert "no parameter takes a gradient" in refused("frozen")
     assert "0.weight has no shape yet" in refused("lazy")
@@ -218,6 +220,59 @@ def test_what_would_go_wrong_on_some_rank_is_refused_before_ranks_wait(rows: Pat
     assert "set fsdp1.use_orig_params = true" in refused("partly_frozen", *fsdp1)
     for key in ("compute.checkpoint_every=1", "compute.compile=true"):
         assert "does not name its layers" in refused("CountsCalls", key)
+
+
+@pytest.mark.parametrize("name", ["KeepsAReference", "KeepsAClosure"])
+def test_parameters_that_something_else_holds(name: str, rows: Path, tmp_path: Path) -> None:
+    words = difficult(name, rows, f"run.dir={tmp_path}/a")
+    assert "holds the parameter linear.weight" in run(*command(2, *sets(*words)), status=1)
+    run(*command(2, *sets(*difficult(name, rows, *DDP, f"run.dir={tmp_path}/b"))))
+
+
+def test_an_unusual_module_has_the_losses_of_a_plain_loop(rows: Path, tmp_path: Path) -> None:
+    """Its one child is called `module`, it begins in eval mode, and it has a `config`."""
+    torch.manual_seed(0)
+    model, data = Unusual(), load_file(rows / "mlp.safetensors")
+    sampler, wanted = Sampler(64, 0), []
+    matrices, others = (
+        [p for p in model.parameters() if (p.ndim > 1) is is_] for is_ in (True, False)
+    )
+    groups = [{"params": matrices, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-1)
+    for _ in range(STEPS):
+        numbers = sampler.next_batch(BATCH)
+        loss = F.mse_loss(model(data["inputs"][numbers]), data["targets"][numbers])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.item())
+    options = ("optim.decay=matrices", "optim.weight_decay=0.5", "optim.lr=0.1")
+    words = (*difficult("Unusual", rows), *options, "data.accumulation=2", "checkpoint.every=2")
+    for name, more in {"fsdp2": (), "fsdp1": ("fsdp.api=fsdp1",), "ddp": DDP}.items():
+        folder = tmp_path / name
+        run(*command(2, *sets(*words, *more, "run.steps=2", f"run.dir={folder}")))
+        said = run(*command(1, *sets(*words, *more, f"run.dir={folder}", "run.export=true")))
+        assert "resumed at step 2" in said and "lack the prefix `module.`" in said
+        assert losses(folder) == pytest.approx(wanted, rel=2e-5), name
+
+
+def test_estimates_of_what_a_tracker_or_fake_tensors_do_not_take(rows: Path) -> None:
+    def estimate(*options: str, status: int = 0) -> str:
+        words = command(1, *sets(*options), "--estimate", "--ranks", "2")
+        return run(*words, status=status)
+
+    assert "FULL_SHARD" in estimate(*difficult("partly_frozen", rows))
+    said = estimate(*difficult("reads_values", rows), status=1)
+    assert "no strategy can be estimated: FULL_SHARD: torch does not run this model on" in said
+    assert "is not a multiple of 2 data-parallel ranks" in estimate("data.batch_size=3", status=1)
+    assert "sequences of at most 256" in estimate("data.seq_len=999", status=1)
+    peaks = []
+    for chunk in (0, 64):
+        config = configuration.resolve(
+            None, ["model.vocab_size=20000", f"compute.loss_chunk={chunk}"]
+        )
+        peaks.append(sum(memory_of(config, Degrees(1, 2, 1)).values()))
+    assert peaks[1] < peaks[0] - 4 * 8 * 128 * 20000 / 2  # half of the logits, at least
 
 
 def test_a_factory_that_returns_one_module_twice_is_refused(rows: Path, tmp_path: Path) -> None:
@@ -418,6 +473,9 @@ def test_models_with_experts(experts: Path, tmp_path: Path) -> None:
         wanted.append(loss.item())
     kind = type(model).__name__.removesuffix("ForCausalLM")
     per_expert = ("fsdp.wrap=classes", f"fsdp.wrap_classes={kind}Experts,{kind}DecoderLayer")
+    words = sets(f"model.path={experts}", f"data.train={experts}/tokens.npy", "data.seq_len=16")
+    said = run(*command(1, *words, "--estimate", "--ranks", "2"), status=1)
+    assert "torch does not run this model on fake tensors" in said and "Traceback" not in said
     killed_after(2, tmp_path / "layer", *options)
     run(*command(1, *sets(*options, f"run.dir={tmp_path}/layer")))
     run(*command(2, *sets(*options, *per_expert, f"run.dir={tmp_path}/expert")))

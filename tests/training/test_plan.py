@@ -160,6 +160,12 @@ def test_heads_that_tensor_ranks_do_not_divide_are_told_by_a_plan(what: str) -> 
     assert "does not divide the model's num_kv_heads = 3" in done.stderr
 
 
+def test_tensor_ranks_split_columns_of_some_and_rows_of_others() -> None:
+    found = groups("fsdp.tensor_parallel=2")["layers.0"].shapes
+    assert found.count(torch.Size((96, 192))) == 3 and torch.Size((192, 96)) in found  # wq wk wv wo
+    assert found.count(torch.Size((256, 192))) == 2 and torch.Size((192, 256)) in found  # w1 w3 w2
+
+
 def test_a_good_plan_has_no_warning() -> None:
     for overrides in ([], ["model.vocab_size=8000", "fsdp.wrap_embeddings=true"]):
         config = resolve(None, overrides)

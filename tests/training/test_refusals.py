@@ -216,6 +216,18 @@ def test_keys_of_accelerate_that_contradict_each_other(tmp_path: Path) -> None:
     assert any("fsdp_transformer_layer_cls_to_wrap" in note for note in unused.notes)
 
 
+def test_tables_and_values_of_accelerate_that_are_wrong(tmp_path: Path) -> None:
+    assert mapped(tmp_path, {"distributed_type": "FSDP", "fsdp_config": None}).notes == []
+    with pytest.raises(ConfigError, match="fsdp_config: expected a table, got"):
+        mapped(tmp_path, {"distributed_type": "FSDP", "fsdp_config": [1]})
+    for key, value in (("fsdp_sharding_strategy", "FULLSHARD"), ("fsdp_backward_prefetch", "X")):
+        given = {"fsdp_version": 1, key: value}
+        with pytest.raises(ConfigError, match=rf"fsdp_config\.{key}: .*a\.yaml"):
+            mapped(tmp_path, {"distributed_type": "FSDP", "fsdp_config": given})
+    with pytest.raises(ConfigError, match="Accelerate calls it mixed_precision now"):
+        mapped(tmp_path, V2 | {"mixed_precison": "bf16"})
+
+
 def test_weights_of_other_shapes_are_refused(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

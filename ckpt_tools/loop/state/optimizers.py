@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
+from ckpt_tools.core.naming import strip_wrappers
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.state.objects import Key, shown
 
@@ -118,10 +119,9 @@ def export_optimizer(
     )
     fresh = [name for name in parameters if name not in values] if stored is not None else []
     for name in fresh:
-        like = {
-            key: _room(parameters[name], tensor)
-            for key, tensor in (stored or {}).get(name, {}).items()
-        }
+        # `stored` has plain names, and a module may itself be called `module`
+        state_of = (stored or {}).get(name) or (stored or {}).get(strip_wrappers(name), {})
+        like = {key: _room(parameters[name], tensor) for key, tensor in state_of.items()}
         values |= {name: like} if like else {}
     return ExportedOptimizer(
         {**({"state": values} if values else {}), "param_groups": groups, **extra_of(optimizer)},
