@@ -26,6 +26,7 @@ from ckpt_tools import (
 )
 from ckpt_tools.core.box import bands, flat_range_boxes, whole
 from ckpt_tools.formats.pickle import write as pickle_write
+from ckpt_tools.formats.pickle.scan import scan
 from ckpt_tools.loop.state.archives import pack, unpack
 from tests.attacks.hostile import (
     GIB,
@@ -251,6 +252,28 @@ def test_tuples_of_numbers_that_hash_alike_are_no_keys(tmp_path: Path) -> None:
     assert "keys of its dicts are tuples" in refused(tmp_path / "x.pt")
     with pytest.raises(UnsafePickleError, match="keys of its dicts are tuples"):
         unpack((tmp_path / "x.pt").read_bytes(), "x", False)
+
+
+def test_tuples_within_sizes_are_no_keys_either() -> None:
+    """A `torch.Size` remembers the tuple of its numbers, and a dict may refer to it."""
+    numbers = itertools.product(range(15), repeat=3)
+    sizes = [b"h\x02" + b"".join(map(number, n)) + b"\x87\x94\x85\x94R\x94" for n in numbers]
+    known = b"\x8c\x05torch\x94\x8c\x04Size\x94\x93\x94"
+    head = b"\x80\x04}(\x8c\x01a](" + known + b"".join(sizes) + b"e\x8c\x01b}("
+    for first, is_tuple in ((3, True), (4, True), (5, False)):  # the numbers, the arguments, a Size
+        seen = b"".join(b"j" + struct.pack("<I", first + 3 * n) + b"N" for n in range(len(sizes)))
+        data = head + seen + b"uu."
+        if is_tuple:
+            with pytest.raises(UnsafePickleError, match="keys of its dicts are tuples"):
+                scan(data, "x")
+        else:
+            scan(data, "x")
+
+
+def test_later_opcodes_have_no_place_in_an_early_pickle() -> None:
+    size = b"h\x00K\x01K\x02\x86\x94\x85R"
+    with pytest.raises(UnsafePickleError, match="of protocol 2 with an opcode of protocol 4"):
+        scan(b"\x80\x02ctorch\nSize\nq\x00" + size + b"\x86.", "x")
 
 
 @pytest.mark.parametrize("build", [b"Nb", b"N}\x86b"], ids=["None", "None and no slots"])

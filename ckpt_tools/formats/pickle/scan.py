@@ -29,6 +29,7 @@ _TUPLES = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
 # number of values that an opcode takes; for the first two, those after a mark
 _TAKES = {b"u": 0, b"e": 0, b"s": 2, b"a": 1, b"R": 1, b"\x81": 1, b"b": 1}
 _WITH_ARGUMENT = b"hjKMJG"
+_NO_MARKS = bytes(range(2, 256))
 # Runs that DCP writes by the million: a Size, and an object whose state has only Sizes, strings,
 # numbers, remembered values and small objects.
 _TEXT = rb"\x8c(?:" + b"|".join(re.escape(bytes([n])) + b".{%d}" % n for n in range(256)) + rb")"
@@ -98,12 +99,12 @@ class _Walk:
         self.stack: list[float] = []
         self.marks: list[int] = []
         self.num_longs = self.num_tuple_keys = 0
-        self.num_seen = 0  # number of values remembered by MEMOIZE
         self.heavy: dict[int, float] = {}  # weights of remembered values that are not light
+        self.memo = bytearray()  # for each value that MEMOIZE remembers, whether a run made a tuple
 
     def run(self) -> None:
         """Walks to the end of the pickle."""
-        data, push, heavy = self.data, self.stack.append, self.heavy
+        data, push = self.data, self.stack.append
         match = (_TOKEN_WITH_IDS if self.with_persistent_ids else _TOKEN).match
         at = 2
         while True:
@@ -112,7 +113,7 @@ class _Walk:
                 raise self._foreign(at)
             kind, start, at = token.lastindex, at, token.end()
             if kind == _GOT:
-                push(heavy.get(int.from_bytes(data[start + 1 : at], "little"), _LIGHT))
+                push(self._seen(int.from_bytes(data[start + 1 : at], "little")))
             elif kind == _PLAIN:
                 push(1)
             elif kind != _OTHER:
@@ -130,8 +131,21 @@ class _Walk:
     def _phrase(self, kind: int | None, phrase: bytes) -> None:
         """Processes a whole run of opcodes that DCP writes by the million."""
         opcodes = _ARGUMENTS.sub(b"", phrase)
+        if b"\x94" in opcodes and self.data[1] < 4:
+            raise UnsafePickleError(
+                f"refused a pickle of protocol {self.data[1]} with an opcode of protocol 4"
+                f" ({self.where})"
+            )
         self.stack += [1] * opcodes.count(b"ub") if kind == _OBJECTS else [_LIGHT]
-        self.num_seen += opcodes.count(b"\x94")
+        for one in (b"\x85\x94", b"\x86\x94", b"\x87\x94", b"t\x94"):
+            opcodes = opcodes.replace(one, b"\x01")
+        self.memo += opcodes.replace(b"\x94", b"\x00").translate(None, _NO_MARKS)
+
+    def _seen(self, index: int) -> float:
+        """Returns the weight of a remembered value."""
+        if index in self.heavy:
+            return self.heavy[index]
+        return _LIGHT + _TUPLE_FRACTION * (index < len(self.memo) and self.memo[index])
 
     def _stop(self, at: int) -> None:
         if at != len(self.data):
@@ -156,8 +170,8 @@ class _Walk:
         elif opcode == b"(":
             self.marks.append(len(self.stack))
         elif opcode == b"\x94" and self.data[1] >= 4:
-            self._remember(self.num_seen)
-            self.num_seen += 1
+            self._remember(len(self.memo))
+            self.memo.append(0)
         elif opcode in _TAKES:
             start = self.marks.pop() if opcode in b"ue" else len(self.stack) - _TAKES[opcode]
             base = self.stack[start - 1] % 1 if start > 0 else 0.0
