@@ -219,7 +219,9 @@ def check_directory(config: Config) -> None:
     """
     file = Path(config.run.dir) / "config.toml"
     steps = config.checkpoint.dir or config.run.dir  # of a URL, it is not known here
-    if config.run.resume_from or not list(Path(steps).glob("step-*")) or not file.exists():
+    if config.run.resume_from or not list(Path(steps).glob("step-*")):
+        return
+    if not file.exists() or not file.read_bytes().strip():
         return
     before, hint = resolve(file), f"; use {file}, or another run.dir"
     check_model(before, config, hint)

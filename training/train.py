@@ -55,10 +55,14 @@ def train(
         first, notes = _resume(job, checkpoints)
         if is_first:
             directory.mkdir(parents=True, exist_ok=True)
-            (directory / "config.toml").write_text(to_toml(plan.given), encoding="utf-8")
+            half = directory / ".config.toml"  # a kill leaves no half file that a start would read
+            half.write_text(to_toml(plan.given), encoding="utf-8")
+            half.replace(directory / "config.toml")
         with contextlib.closing(Meter(config, first, loggers)) as meter:
             for text in (*_about(job, first), *plan.notes, *notes):
                 meter.say(text)
+            if first >= (last := config.run.steps):
+                meter.say(f"nothing to do: run.steps = {last}, and the checkpoint has step {first}")
             number = _loop(job, checkpoints, meter, first, profile_steps)
             checkpoints.wait()
     if checkpoints.last_save:
@@ -75,7 +79,7 @@ def train(
 
 def _about(job: Job, first: int) -> Iterator[str]:
     """Yields what a start says of the model and the data."""
-    model, run, data = job.config.model, job.config.run, job.plan.rows.identity
+    model, data = job.config.model, job.plan.rows.identity
     began = f"from the weights in {model.path}" if model.path and model.weights else "from scratch"
     began = f"resumed at step {first}" if first else began
     is_part = job.num_trained < job.num_parameters
@@ -84,8 +88,6 @@ def _about(job: Job, first: int) -> Iterator[str]:
     yield f"{job.num_parameters:,} parameters{trained} on {ranks}, {began}"
     what = "rows" if model.factory else f"tokens ({data['tokenizer']})"
     yield f"data: {data['name']}, {data['tokens']:,} {what}, fingerprint {data['fingerprint']}"
-    if first >= run.steps:
-        yield f"nothing to do: run.steps = {run.steps}, and the checkpoint has step {first}"
 
 
 def _resume(job: Job, checkpoints: CheckpointManager) -> tuple[int, list[str]]:
@@ -131,6 +133,7 @@ def _loop(
     with Profiler(Path(config.run.dir) / "profile", profile_steps, job.device) as profiler:
         if problem := profiler.problem(config.run.steps - first):
             meter.say(f"warning: {problem}")
+        checkpoints.preempted()  # from now on, a signal lets the first step end, too
         for step in range(first + 1, config.run.steps + 1):
             lr = job.scheduler.get_last_lr()[0]
             is_saved = step == config.run.steps or (every > 0 and step % every == 0)

@@ -32,6 +32,22 @@ def strip_wrappers(fqn: str) -> str:
     return ".".join(segments) if segments else fqn
 
 
+def stripper(fqns: Iterable[str]) -> Callable[[str], str]:
+    """Returns the function that strips the segments of wrappers from the names of one model.
+
+    DDP and DeepSpeed put `module` in front of all names. Where only some begin so, a child of the
+    model is called `module`.
+    """
+    if all(strip_wrappers(f"{fqn}.x") != f"{_without_segments(fqn)}.x" for fqn in fqns):
+        return strip_wrappers
+    return _without_segments
+
+
+def _without_segments(fqn: str) -> str:
+    segments = [s for s in fqn.split(".") if s not in WRAPPERS]
+    return ".".join(segments) if segments else fqn
+
+
 def stripped_from(fqn: str) -> str:
     """Returns the segments that `strip_wrappers` removes, joined; "" for none."""
     segments = fqn.split(".")

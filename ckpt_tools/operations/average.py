@@ -16,7 +16,7 @@ from ckpt_tools.core.box import whole
 from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.naming import key_path
+from ckpt_tools.core.naming import find_model, key_path
 from ckpt_tools.core.plan import Plan, plan_values
 from ckpt_tools.core.selection import check_globs, chooser, keep, matcher, refuse_unread
 from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
@@ -350,15 +350,18 @@ def _some(names: Sequence[str]) -> str:
 def _models_of(opened: Sequence[Source], how: Conversion) -> tuple[list[Catalog], dict[str, int]]:
     """Returns the model of each checkpoint under the same names, and what was stripped of the last.
 
-    The names are those of `merge`. It strips `model.` where all names begin so, as in a file of
-    transformers with tied embeddings. If another source has a head beside it, nothing is stripped.
+    The names are those of `merge`. It keeps `model.` in a file that has names only, as in those of
+    transformers with tied embeddings. If another source has other names, `model.` is a key.
     """
     found = [model_view(source.catalog, keep_prefix=False) for source in opened]
     if len({frozenset(view.tensors) for view, _ in found}) > 1:
-        found = [
-            (view, gone) if source.catalog.paths else model_view(source.catalog, keep_prefix=True)
-            for source, (view, gone) in zip(opened, found, strict=True)
+        keys = [".".join(find_model(source.catalog)) or None for source in opened]
+        by_key = [
+            model_view(source.catalog, keep_prefix=False, key=key)
+            for source, key in zip(opened, keys, strict=True)
         ]
+        if len({frozenset(view.tensors) for view, _ in by_key}) == 1:
+            found = by_key
     select, exclude = how.get("select", ()), how.get("exclude", ())
     names = list(dict.fromkeys(n for view, _ in found for n in (*view.tensors, *view.unread)))
     check_globs(select, names, "--select")

@@ -12,7 +12,15 @@ from typing import Unpack
 from ckpt_tools.core.box import Box, whole
 from ckpt_tools.core.catalog import Catalog, ChunkTable, TensorEntry, kinds_of
 from ckpt_tools.core.dtypes import BY_NAME, SHORT_NAMES, DType
-from ckpt_tools.core.naming import find_model, is_other_state, key_path, model_only, strip_wrappers
+from ckpt_tools.core.naming import (
+    find_model,
+    find_optimizers,
+    is_other_state,
+    key_path,
+    model_only,
+    strip_wrappers,
+    stripper,
+)
 from ckpt_tools.core.placements import reshard_boxes, split
 from ckpt_tools.core.selection import check_globs, chooser, keep, matcher, refuse_unread, rename
 from ckpt_tools.errors import PlanError, printable
@@ -240,16 +248,21 @@ def model_view(
 ) -> tuple[Catalog, dict[str, int]]:
     """Returns the model's tensors under their inference names, and a count per removed prefix."""
     model, prefix = model_only(catalog, key)
+    # names alone are a model's own: those of Hugging Face may all begin with `model.`
+    has_only_names = key is None and not catalog.paths and not find_optimizers(catalog)
+    if keep_prefix or has_only_names:
+        front = "".join(f"{segment}." for segment in prefix)
+        model, prefix = rename(model, lambda fqn: front + fqn), ()
     if keep_prefix:
-        cut = len(".".join(prefix)) + 1 if prefix else 0
-        return rename(model, lambda fqn: ".".join(prefix) + "." + fqn if cut else fqn), {}
+        return model, {}
     stripped = {".".join(prefix) + ".": len(model.tensors)} if prefix else {}
+    strip = stripper(model.tensors)
     for fqn in model.tensors:
-        gone = strip_wrappers(fqn)
+        gone = strip(fqn)
         for segment in set(fqn.split(".")) if gone != fqn else ():
             if fqn.split(".").count(segment) != gone.split(".").count(segment):
                 stripped[f"{segment}."] = stripped.get(f"{segment}.", 0) + 1
-    return rename(model, strip_wrappers), stripped
+    return rename(model, strip), stripped
 
 
 def select_from(

@@ -8,7 +8,7 @@ from ckpt_tools.core.box import Box, whole
 from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.core.coverage import check, replicas
 from ckpt_tools.core.dtypes import BY_NAME
-from ckpt_tools.core.naming import model_only, strip_wrappers
+from ckpt_tools.core.naming import model_only, strip_wrappers, stripper
 from ckpt_tools.core.selection import rename
 from ckpt_tools.errors import CatalogError, PlanError
 from tests.strategies import full_shapes, tilings
@@ -141,3 +141,14 @@ def test_the_model_is_found_wherever_it_stands(
 ) -> None:
     kept, found = model_only(named(*names, paths=paths))
     assert (found, list(kept.tensors)) == (prefix, model)
+
+
+def test_a_child_called_module_keeps_its_name() -> None:
+    """DDP puts `module` in front of all names; a child of the model has some of them."""
+    for names, wanted in (
+        (("module.a.w", "module.b"), ("a.w", "b")),
+        (("module.w", "w"), ("module.w", "w")),
+        (("module._orig_mod.w", "head.w"), ("module.w", "head.w")),
+        (("_orig_mod.module.w", "_orig_mod.module.b"), ("w", "b")),
+    ):
+        assert tuple(map(stripper(names), names)) == wanted
