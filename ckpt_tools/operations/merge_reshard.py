@@ -79,7 +79,7 @@ def merge(
         keep_prefix: keep the model's key and wrappers' prefixes in the names.
         lora: a PEFT directory whose LoRA adapter is added to the weights, in float32 arithmetic.
         model_key: the key of the state below which the model lies, such as `ema.model`. If None,
-            it is found.
+            it is found. A file that has names only, such as one of transformers, has no key.
         **options: see `Options`.
 
     Raises:
