@@ -138,13 +138,13 @@ def test_usual_mistakes_are_told(overrides: list[str], message: str) -> None:
 def test_reducing_at_each_micro_batch_keeps_less_and_sends_more(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    given = ["data.accumulation=4"]
+    given = ["data.accumulation=2", "model.num_layers=1"]
     estimate.show(resolve(None, given), 4, 4, None)
     shown = capsys.readouterr().out
-    numel = sum(p.numel() for p in models.make(resolve(None)).parameters())
-    whole, four = plan.size(numel * 4), plan.size(numel * 16)
+    numel = sum(p.numel() for p in models.make(resolve(None, given)).parameters())
+    whole, twice = plan.size(numel * 4), plan.size(numel * 8)
     assert f"keeps {whole} of whole gradients and sends {whole} a step" in shown
-    assert f"keeps its shards only, and sends {four}" in shown and "the last one reduces" in shown
+    assert f"keeps its shards only, and sends {twice}" in shown and "the last one reduces" in shown
     at_last, at_each = (
         estimate.memory_of(resolve(None, more), Degrees(1, 4, 1))["gradients"]
         for more in (given, [*given, "fsdp.reduce_every=true"])
@@ -185,7 +185,8 @@ def test_the_plan_is_printed_with_like_layers_on_one_row(
 
 
 def test_the_estimate_adds_up_by_hand() -> None:
-    config = resolve(None, ["compute.checkpoint_every=1", "optim.implementation=for-loop"])
+    two = "model.num_layers=2"
+    config = resolve(None, [two, "compute.checkpoint_every=1", "optim.implementation=for-loop"])
     numel = sum(p.numel() for p in models.make(config).parameters())
     for ranks in (1, 2, 4):
         held = estimate.memory_of(config, Degrees(1, ranks, 1))
@@ -194,11 +195,11 @@ def test_the_estimate_adds_up_by_hand() -> None:
         assert held["optimizer"] == pytest.approx(2 * numel * 4 // ranks, rel=1e-3)
     uneven = estimate.memory_of(config, Degrees(1, 5, 1))
     assert uneven["parameters"] > numel * 4 / 5
-    whole = estimate.memory_of(resolve(None), Degrees(1, 4, 1))
+    whole = estimate.memory_of(resolve(None, [two]), Degrees(1, 4, 1))
     assert whole["activations"] > 3 * held["activations"] / 2
-    copied = estimate.memory_of(resolve(None, ["fsdp.strategy=NO_SHARD"]), Degrees(4, 1, 1))
+    copied = estimate.memory_of(resolve(None, [two, "fsdp.strategy=NO_SHARD"]), Degrees(4, 1, 1))
     assert copied["parameters"] == numel * 4 and copied["gathered"] == 0
-    tied = resolve(None, ["model.tied_embeddings=true", "fsdp.strategy=NO_SHARD"])
+    tied = resolve(None, [two, "model.tied_embeddings=true", "fsdp.strategy=NO_SHARD"])
     held = estimate.memory_of(tied, Degrees(1, 1, 1))
     assert held["parameters"] == (numel - 256 * 192) * 4
 
@@ -230,13 +231,14 @@ def test_what_autograd_keeps_is_counted_as_it_really_is() -> None:
 def test_estimates_mark_what_fits_and_say_why_a_strategy_is_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    estimate.show(resolve(None, ["fsdp.cpu_offload=true"]), 4, 4, 0.001)
+    small = "model.num_layers=1"
+    estimate.show(resolve(None, [small, "fsdp.cpu_offload=true"]), 4, 4, 0.001)
     shown = capsys.readouterr().out
     assert (
         "NO_SHARD: fsdp.cpu_offload = True changes nothing without sharded parameters" in shown
         and "nothing fits into 0.001 GiB" in shown
     )
-    estimate.show(resolve(None), 4, 4, 64)
+    estimate.show(resolve(None, [small]), 4, 4, 64)
     shown = capsys.readouterr().out
     assert shown.count("fits") == 5 and "HYBRID_SHARD_ZERO2" in shown
 
