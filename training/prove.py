@@ -22,7 +22,7 @@ from training.config import Config, ConfigError
 from training.data import check_tokenizer, open_tokens
 from training.examples import Examples
 from training.loggers import check_loggers
-from training.units import check_blocks, units_of
+from training.units import check_blocks, left_out, units_of
 
 
 @dataclass(slots=True)
@@ -148,6 +148,11 @@ def _notes_on(
                 f"data.validation: a validation uses the first {used:,} of {len(validation):,}"
                 " rows, whole batches of data.batch_size up to metrics.validate_batches"
             )
+    if shared := left_out(model, config):
+        notes.append(
+            f"{', '.join(shared[:3])} share a weight with a module outside, so they are no units:"
+            " the unit around them has their parameters"
+        )
     about = getattr(model, "config", None) if config.model.path else None
     if getattr(about, "output_router_logits", False) and getattr(about, "router_aux_loss_coef", 0):
         notes.append(

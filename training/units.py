@@ -48,9 +48,7 @@ def units_of(model: nn.Module, config: Config) -> dict[str, str]:
     Raises:
         ConfigError: the model lacks a class, a layer or a module.
     """
-    names = _chosen(model, config)
-    if config.fsdp.wrap_embeddings:
-        names |= set(embeddings_of(model))
+    names = _wanted(model, config)
     overrides = {
         name: dtype
         for glob, dtype in config.precision.overrides.items()
@@ -70,6 +68,16 @@ def units_of(model: nn.Module, config: Config) -> dict[str, str]:
         )
     order.sort(key=lambda name: -name.count("."))
     return {name: overrides.get(name, "") for name in [*order, ""] if name not in shared}
+
+
+def _wanted(model: nn.Module, config: Config) -> set[str]:
+    embeddings = embeddings_of(model) if config.fsdp.wrap_embeddings else []
+    return {*_chosen(model, config), *embeddings}
+
+
+def left_out(model: nn.Module, config: Config) -> list[str]:
+    """Returns modules that are no units although they should be: they share a weight outside."""
+    return sorted(_wanted(model, config) - units_of(model, config).keys())
 
 
 def _chosen(model: nn.Module, config: Config) -> set[str]:

@@ -81,6 +81,13 @@ def test_units_that_cannot_be_sharded_are_refused() -> None:
         check_heads(odd, 2)
 
 
+def test_units_that_share_a_weight_are_told(tmp_path: Path) -> None:
+    options = ["fsdp.wrap_embeddings=true", f"run.dir={tmp_path}/run"]
+    assert prove(resolve(None, options), 1, 1).notes == []
+    (note,) = prove(resolve(None, [*options, "model.tied_embeddings=true"]), 1, 1).notes
+    assert note.startswith("output, tok_embeddings share a weight with a module outside")
+
+
 FACTORIES = """
 import functools, torch
 from torch import nn
