@@ -76,7 +76,12 @@ def _wanted(model: nn.Module, config: Config) -> set[str]:
 
 
 def left_out(model: nn.Module, config: Config) -> list[str]:
-    """Returns modules that are no units although they should be: they share a weight outside."""
+    """Returns modules that are no units although they should be: they share a weight outside.
+
+    DDP has no units.
+    """
+    if config.fsdp.strategy == "NO_SHARD" and config.fsdp.api == "fsdp2":
+        return []
     return sorted(_wanted(model, config) - units_of(model, config).keys())
 
 

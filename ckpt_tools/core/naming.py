@@ -26,10 +26,10 @@ def strip_wrappers(fqn: str) -> str:
     """
     if not _MAY_BE_WRAPPED.search(fqn):
         return fqn
-    segments = [s for s in fqn.split(".") if s not in WRAPPERS]
-    while len(segments) > 1 and segments[0] == "module":
-        segments = segments[1:]
-    return ".".join(segments) if segments else fqn
+    bare = _without_segments(fqn)
+    while bare.startswith("module."):
+        bare = bare.removeprefix("module.")
+    return bare
 
 
 def stripper(fqns: Iterable[str]) -> Callable[[str], str]:
@@ -38,22 +38,18 @@ def stripper(fqns: Iterable[str]) -> Callable[[str], str]:
     DDP and DeepSpeed put `module` in front of all names. Where only some begin so, a child of the
     model is called `module`.
     """
-    if all(strip_wrappers(f"{fqn}.x") != f"{_without_segments(fqn)}.x" for fqn in fqns):
-        return strip_wrappers
-    return _without_segments
+    is_wrapped = all(_without_segments(fqn).startswith("module.") for fqn in fqns)
+    return strip_wrappers if is_wrapped else _without_segments
 
 
 def _without_segments(fqn: str) -> str:
-    segments = [s for s in fqn.split(".") if s not in WRAPPERS]
-    return ".".join(segments) if segments else fqn
+    return ".".join(s for s in fqn.split(".") if s not in WRAPPERS) or fqn
 
 
-def stripped_from(fqn: str) -> str:
-    """Returns the segments that `strip_wrappers` removes, joined; "" for none."""
-    segments = fqn.split(".")
-    # the number of leading `module` segments
-    front = len([s for s in segments if s not in WRAPPERS]) - len(strip_wrappers(fqn).split("."))
-    gone = [s for s in segments if s in WRAPPERS]
+def stripped_from(fqn: str, strip: Callable[[str], str]) -> str:
+    """Returns the segments that a function of `stripper` removes, joined; "" for none."""
+    gone = [s for s in fqn.split(".") if s in WRAPPERS]
+    front = len(_without_segments(fqn).split(".")) - len(strip(fqn).split("."))
     return ".".join([*gone, *(["module"] * front)])
 
 

@@ -479,3 +479,17 @@ def test_an_adapter_of_a_model_whose_names_all_begin_with_one_key(tmp_path: Path
     save_file(parts, adapter / "adapter_model.safetensors")
     with pytest.raises(PlanError, match="changes a weight that is not there"):
         ckpt_tools.merge(tmp_path / "base.safetensors", out, lora=adapter, overwrite=True)
+
+
+def test_a_child_called_module_keeps_its_name_in_every_verb(tmp_path: Path) -> None:
+    """Without the prefix, its weight would take the name of the model's own."""
+    state = {"module.weight": torch.ones(2), "weight": torch.zeros(2)}
+    torch.save({"model": state, "step": 3}, tmp_path / "a.pt")
+    for name in ("merged", "converted"):
+        out = tmp_path / f"{name}.safetensors"
+        if name == "merged":
+            ckpt_tools.merge(tmp_path / "a.pt", out)
+        else:
+            ckpt_tools.convert(tmp_path / "a.pt", out, to="safetensors")
+        found = {key.removeprefix("model."): value for key, value in load_file(out).items()}
+        assert all(torch.equal(found[key], value) for key, value in state.items()), name

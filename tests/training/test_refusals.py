@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from tests.training.test_training import TINY, run, sets
 from tests.training.test_training import lines as metrics
 from training import accelerate_config
+from training.changes import check_directory, check_same, notes_on
 from training.checks import check
 from training.config import ConfigError, resolve
 from training.data import open_tokens
@@ -309,6 +310,7 @@ def test_places_that_cannot_hold_a_run(options: list[str], message: str, tmp_pat
         {"WORLD_SIZE": "2"},
         {"RANK": "0", "WORLD_SIZE": "0"},
         {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "0"},
+        {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"},
     ],
 )
 def test_ranks_that_contradict_each_other(
@@ -353,3 +355,21 @@ def test_a_step_without_a_target_has_no_loss(tmp_path: Path) -> None:
     run(sys.executable, "-m", "training", *sets(*options))
     found = [line["loss"] for line in metrics(tmp_path / "run")]
     assert [value is None for value in found] == [True, False, True, False]
+
+
+def test_rows_of_another_kind_are_no_continuation() -> None:
+    before, other = resolve(None), resolve(None, ["data.seq_len=64"])
+    with pytest.raises(ConfigError, match="data.seq_len = 64, and the run that is resumed has 128"):
+        notes_on(before, other)
+    assert notes_on(before, other.having("data", may_change=True))
+    stored, now = ({"data": {"name": n, "tokens": 9, "fingerprint": n}} for n in ("a", "b"))
+    allowed = before.having("data", may_change=True)
+    assert len(check_same(stored, now | {"model": {}}, allowed)) == 1
+    with pytest.raises(ConfigError, match="run.epochs: the checkpoint was trained on a"):
+        check_same(stored, now | {"model": {}}, allowed.having("run", epochs=2))
+
+
+def test_an_empty_configuration_beside_steps_stops_no_resume(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "config.toml").touch()
+    check_directory(resolve(None, [f"run.dir={tmp_path}", "model.dim=48"]))

@@ -13,7 +13,7 @@ from typing import Any, Unpack, cast
 
 from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.core.coverage import check as check_catalog
-from ckpt_tools.core.naming import model_only, strip_wrappers, stripped_from
+from ckpt_tools.core.naming import model_only, strip_wrappers, stripped_from, stripper
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import torch_save
 from ckpt_tools.formats.per_rank import files as per_rank
@@ -255,11 +255,12 @@ def _stripped(parts: TrainingState, has_keys: bool) -> TrainingState:
         if prefix != parts.prefix
         else []
     )
-    gone += [found for fqn in parts.model if (found := stripped_from(fqn))]
+    strip = stripper(parts.model)
+    gone += [found for fqn in parts.model if (found := stripped_from(fqn, strip))]
     if gone:
         counts = ", ".join(f"{name}. ({number:,})" for name, number in Counter(gone).most_common(8))
         parts.notes.append(f"stripped from names: {printable(counts)}")
-    return replace(parts.renamed(strip_wrappers), prefix=prefix)
+    return replace(parts.renamed(strip), prefix=prefix)
 
 
 def _dropped(before: Catalog, after: Catalog, parts: TrainingState) -> dict[str, int]:
