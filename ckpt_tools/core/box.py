@@ -170,7 +170,13 @@ def _kept_index(boxes: tuple[Box, ...]) -> BoxIndex:
 
 def whole(shape: Sequence[int]) -> Box:
     """Returns the box of all elements of a tensor of `shape`."""
-    return Box((0,) * len(shape), tuple(shape))
+    return _whole(tuple(shape))
+
+
+@functools.lru_cache(maxsize=1024)
+def _whole(shape: tuple[int, ...]) -> Box:
+    """Returns one box for all tensors of a shape, of which a model has few."""
+    return Box((0,) * len(shape), shape)
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import overload
+from typing import cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,12 @@ def _shared_boxes(offsets: bytes, sizes: bytes, rows: int, dims: int) -> tuple[B
     """Returns the boxes of a small table, which many tensors of a model share."""
     both = (np.frombuffer(part, np.int64).reshape(rows, dims).tolist() for part in (offsets, sizes))
     return tuple(_make_boxes(*both))
+
+
+@lru_cache(maxsize=1024)
+def _shared_lengths(nbytes: bytes) -> list[int]:
+    """Returns the lengths of a small table, which many tensors of a model share."""
+    return cast(list[int], np.frombuffer(nbytes, np.int64).tolist())
 
 
 def _make_boxes(offsets: Iterable[list[int]], sizes: Iterable[list[int]]) -> Iterator[Box]:
@@ -94,7 +100,10 @@ class ArrayChunkTable(ChunkTable):
 
     def __iter__(self) -> Iterator[Chunk]:
         names, packing, boxes = self.names, self.packing, self._boxes()
-        places = zip(self.files.tolist(), self.starts.tolist(), self.nbytes.tolist(), strict=True)
+        nbytes = (
+            self.nbytes.tolist() if len(self) > _FEW else _shared_lengths(self.nbytes.tobytes())
+        )
+        places = zip(self.files.tolist(), self.starts.tolist(), nbytes, strict=True)
         return (
             Chunk(box, Extent(names[f], at, n, packing))
             for box, (f, at, n) in zip(boxes, places, strict=True)

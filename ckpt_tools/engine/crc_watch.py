@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -185,13 +185,18 @@ def _known(extent: Extent, crcs: Mapping[Extent, int]) -> int | None:
     return extent.crc32 if extent.crc32 is not None else crcs.get(extent)
 
 
-def read_whole(plan: Plan, located: Mapping[Extent, Extent]) -> dict[Extent, str]:
+def read_whole(
+    plan: Plan, located: Mapping[Extent, Extent], proved: Container[str] = ()
+) -> dict[Extent, str]:
     """Returns the payloads that a plan reads in full, with the names of their tensors.
 
-    Only payloads whose CRC-32 is known, or may become known, are included.
+    Only payloads whose CRC-32 is known, or may become known, are included. Tensors in `proved` are
+    left out, because their bytes are proved in another way.
     """
     whole: dict[Extent, str] = {}
     for tensor in plan.tensors:
+        if tensor.fqn in proved:
+            continue
         chunks, copies = list(tensor.chunks), tensor.copies
         for number, numel in (
             copies.taken() if isinstance(copies, CopyTable) else _taken(copies)

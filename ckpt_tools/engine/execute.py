@@ -33,6 +33,7 @@ _SINGLE = BY_NAME["float32"]
 _DIRECT_NBYTES = 256 << 10
 _GAP_NBYTES = 8 << 10
 _AHEAD_NBYTES, _KNOWN_AHEAD_NBYTES = 96 << 20, 224 << 20
+_AHEAD_READS = 32 << 10  # about 8 MiB of objects
 
 
 class BatchResult(NamedTuple):
@@ -134,7 +135,7 @@ class _BatchQueue:
         self._looks_ahead = looks_ahead
         self._store, self._lock = store, threading.Lock()
         self._ahead: deque[Batch] = deque()
-        self._ahead_nbytes = 0
+        self._ahead_nbytes = self._ahead_reads = 0
         self._is_over = False
         # a store that prefetches has its own limit; if it knows the last reads early, it can
         # spread them better over its requests
@@ -144,7 +145,7 @@ class _BatchQueue:
 
     def take(self) -> Batch | None:
         with self._lock:
-            while self._ahead_nbytes < self._most_nbytes and not self._is_over:
+            while self._has_room() and not self._is_over:
                 batch = next(self._batches, None)
                 if batch is None:
                     self._is_over = True
@@ -156,12 +157,17 @@ class _BatchQueue:
                         (r.file, r.start, r.nbytes) for t in batch.tiles for r in t.reads
                     )
                 self._ahead.append(batch)
-                self._ahead_nbytes += batch.read_nbytes + 1
+                self._ahead_nbytes += batch.read_nbytes
+                self._ahead_reads += batch.num_reads + 1
             if not self._ahead:
                 return None
             batch = self._ahead.popleft()
-            self._ahead_nbytes -= batch.read_nbytes + 1
+            self._ahead_nbytes -= batch.read_nbytes
+            self._ahead_reads -= batch.num_reads + 1
             return batch
+
+    def _has_room(self) -> bool:
+        return self._ahead_nbytes < self._most_nbytes and self._ahead_reads < _AHEAD_READS
 
 
 class Reader:

@@ -88,6 +88,11 @@ class Batch(NamedTuple):
         """Bytes to read, including the gaps of strided ranges."""
         return sum(r.nbytes for t in self.tiles for r in t.reads)
 
+    @property
+    def num_reads(self) -> int:
+        """Number of ranges to read."""
+        return sum(len(t.reads) for t in self.tiles)
+
 
 class Share(NamedTuple):
     """A part of a plan's work: of all bytes that its tiles write, in order, those in `low:high`."""
@@ -231,27 +236,24 @@ class Sources:
     """The source chunks of a tensor, indexed by their boxes."""
 
     def __init__(self, tensor: TensorPlan, located: Mapping[Extent, Extent]) -> None:
-        used = tensor.used
-        chunks = list(tensor.chunks) if len(used) > 1 else {i: tensor.chunks[i] for i in used}
-        self._chunks = [
-            Chunk(chunks[i].box, located.get(chunks[i].extent, chunks[i].extent)) for i in used
-        ]
-        self._index, self._itemsize = (
-            index_of([c.box for c in self._chunks]),
-            tensor.src_dtype.itemsize,
-        )
-        self.is_strided = any(c.extent.strides for c in self._chunks)
+        used, all_chunks = tensor.used, tensor.chunks
+        every = list(all_chunks) if len(used) > 1 else {i: all_chunks[i] for i in used}
+        chunks = [every[i] for i in used]
+        self._boxes = tuple([box for box, _ in chunks])
+        self._extents = [located.get(stored, stored) for _, stored in chunks]
+        self._index, self._itemsize = index_of(self._boxes), tensor.src_dtype.itemsize
+        self.is_strided = any(extent.strides for extent in self._extents)
 
     def reads(self, box: Box) -> tuple[Read, ...]:
         """Returns the reads for a contiguous range of the tensor."""
         found: list[Read] = []
         for i, shared in self._index.overlaps(box):
-            chunk, extent = self._chunks[i], self._chunks[i].extent
-            if extent.strides is None and shared == chunk.box:
+            box, extent = self._boxes[i], self._extents[i]
+            if extent.strides is None and shared == box:
                 nbytes = shared.numel * self._itemsize
                 found.append(Read(extent.file, extent.start, nbytes, shared, None))
             else:
-                found += _reads(chunk, shared, self._itemsize)
+                found += _reads(Chunk(box, extent), shared, self._itemsize)
         return tuple(found)
 
 

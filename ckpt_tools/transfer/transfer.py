@@ -288,11 +288,8 @@ class Transfer:
         """Copies this rank's share, and what the store can copy without a client."""
         self.resume.begin(attempt, self.target.file_sizes, self.tiles, self.jobs)
         self.server_copy = self._plan_server_copy(attempt)
-        known = read_whole(self.part, self.located).items()
-        self.crcs = CrcWatch(
-            {extent: fqn for extent, fqn in known if fqn not in self.sealed_fingerprints},
-            self.source.store,
-        )
+        watched = read_whole(self.part, self.located, self.sealed_fingerprints)
+        self.crcs = CrcWatch(watched, self.source.store)
         self.sink = sink = self.work.sink(attempt, self.server_copy)
         finished = self.resume.finished
         finished.restore(None if self.group.rank else sink, self.crcs, self.totals.overflowed)

@@ -27,6 +27,7 @@ from ckpt_tools.core.catalog import (
 )
 from ckpt_tools.core.checksum import LateChecksums
 from ckpt_tools.core.dtypes import DType, by_name
+from ckpt_tools.core.memory import trim
 from ckpt_tools.core.plan import Literal, Slot, Target, Trailer
 from ckpt_tools.errors import (
     CatalogError,
@@ -335,6 +336,8 @@ def _read_many(store: Store, name: str, crcs: LateChecksums) -> _Read | None:
         columns = chunks[fqn]  # for few chunks, arrays are slower than objects
         kept = columns if len(columns) >= _COLUMNS_FROM else tuple(columns)
         entries[fqn] = TensorEntry(fqn, by_name(meta.dtype, repr(printable(fqn))), meta.shape, kept)
+    del chunks
+    trim()
     return entries, objects, [metadata], aside
 
 

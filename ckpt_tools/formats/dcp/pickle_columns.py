@@ -269,7 +269,8 @@ class ObjectWindow:
         cuts = np.flatnonzero(np.diff(lengths[order])) + 1
         for numbers in np.split(order, cuts) if len(order) else ():
             length = int(lengths[numbers[0]])
-            rows = buffer[self.starts[numbers][:, None] + np.arange(length)]
+            # one row per start, without an array of indices
+            rows = np.lib.stride_tricks.sliding_window_view(buffer, length)[self.starts[numbers]]
             self._sort(numbers, rows, shapes.setdefault(length, []))
             if sum(map(len, shapes.values())) > _MAX_SHAPES:
                 raise IrregularPickle
@@ -452,7 +453,8 @@ def unframed(data: bytes) -> bytes:
     """
     if len(data) < 3 or data[0] != 0x80 or data[1] not in (4, 5):
         raise IrregularPickle
-    parts, at = [data[:2]], 2
+    view, at = memoryview(data), 2
+    parts = [view[:2]]
     if data[2] != 0x95:
         return data
     while at < len(data):
@@ -461,7 +463,7 @@ def unframed(data: bytes) -> bytes:
         end = at + 9 + int.from_bytes(data[at + 1 : at + 9], "little")
         if end > len(data):
             raise IrregularPickle
-        parts.append(data[at + 9 : end])
+        parts.append(view[at + 9 : end])
         at = end
     return b"".join(parts)
 

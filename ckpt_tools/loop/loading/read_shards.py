@@ -170,7 +170,7 @@ class ShardReader(NamedTuple):
         part = self.proof.named(self.names) if self.proof is not None else None
         proved = part.whole(plan) if part is not None else set[str]()  # by their fingerprints
         sink = FillSink(memory, part.note if part is not None else None)
-        crc_watch = CrcWatch(_watched(plan, assumed, proved), self.source.store)
+        crc_watch = CrcWatch(read_whole(plan, assumed, proved), self.source.store)
         totals = execute_batches(
             schedule(plan, assumed, *tile_bytes(self.memory_bytes, self.jobs)),
             source.store,
@@ -203,7 +203,7 @@ class ShardReader(NamedTuple):
         self, plan: Plan, found: Mapping[Extent, Extent], sink: FillSink, proved: set[str]
     ) -> int:
         """Reads from the positions that the files name; returns the number of proved chunks."""
-        late = CrcWatch(_watched(plan, found, proved), self.source.store)
+        late = CrcWatch(read_whole(plan, found, proved), self.source.store)
         execute_batches(
             schedule(plan, found, *tile_bytes(self.memory_bytes, self.jobs)),
             self.source.store,
@@ -212,11 +212,6 @@ class ShardReader(NamedTuple):
             crc_watch=late,
         )
         return late.prove(dict(compare_positions(found, found).crcs))
-
-
-def _watched(plan: Plan, located: Mapping[Extent, Extent], proved: set[str]) -> dict[Extent, str]:
-    """Returns the payloads whose CRC-32 is compared: those without a fingerprint."""
-    return {e: fqn for e, fqn in read_whole(plan, located).items() if fqn not in proved}
 
 
 def _used(entry: TensorEntry, numbers: set[int]) -> TensorEntry:

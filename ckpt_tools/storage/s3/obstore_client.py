@@ -8,7 +8,6 @@ passed on, or a request fails, s3fs makes the request: it has the retries and th
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import datetime as dt
 import os
 import re
@@ -18,6 +17,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from ckpt_tools.core.memory import trimmer
 from ckpt_tools.errors import StorageError
 
 S3FS, OBSTORE = "s3fs", "obstore"
@@ -100,7 +100,7 @@ class _CHeap:
     """
 
     def __init__(self) -> None:
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+        self._trim = trimmer()
         self._lock, self._nbytes, self._next = threading.Lock(), 0, 0.0
 
     def note(self, nbytes: int) -> None:
