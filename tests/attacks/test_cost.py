@@ -270,6 +270,23 @@ def test_tuples_within_sizes_are_no_keys_either() -> None:
             scan(data, "x")
 
 
+def test_references_to_tuples_are_no_keys_of_an_object_s_state() -> None:
+    pairs = [
+        b"G" + struct.pack(">d", a) + b"G" + struct.pack(">d", b) + b"\x86\x94"
+        for a, b in alike(3000)
+    ]
+    known = b"\x8c\x05torch\x94\x8c\x04Size\x94\x93\x94"
+    head = b"\x80\x04](" + known + b"".join(pairs)
+    for count, is_harmless in ((8, True), (3000, False)):
+        seen = b"".join(b"j" + struct.pack("<I", 3 + n) + b"N" for n in range(count))
+        data = head + b"h\x02)\x81}(" + seen + b"ube."
+        if is_harmless:
+            scan(data, "x")
+        else:
+            with pytest.raises(UnsafePickleError, match="keys of its dicts are tuples"):
+                scan(data, "x")
+
+
 def test_later_opcodes_have_no_place_in_an_early_pickle() -> None:
     size = b"h\x00K\x01K\x02\x86\x94\x85R"
     with pytest.raises(UnsafePickleError, match="of protocol 2 with an opcode of protocol 4"):

@@ -31,7 +31,7 @@ _TAKES = {b"u": 0, b"e": 0, b"s": 2, b"a": 1, b"R": 1, b"\x81": 1, b"b": 1}
 _WITH_ARGUMENT = b"hjKMJG"
 _NO_MARKS = bytes(range(2, 256))
 # Runs that DCP writes by the million: a Size, and an object whose state has only Sizes, strings,
-# numbers, remembered values and small objects.
+# numbers, remembered values, small objects, and lists of objects.
 _TEXT = rb"\x8c(?:" + b"|".join(re.escape(bytes([n])) + b".{%d}" % n for n in range(256)) + rb")"
 _LONG = rb"\x8a(?:\x04.{4}|\x05.{5})"
 _SEEN = rb"(?:h.|j....)"
@@ -43,11 +43,24 @@ _SIMPLE = _SIZE + rb"|h.|K.|M..|[Jj]....|[N\x88\x89\x94]|" + _TEXT + rb"|" + _LO
 _IDS = rb"\]\x94?(?:J....Qa|\((?:J....Q)++e)"
 
 
+def _object(value: bytes) -> bytes:
+    """Returns the pattern of an object whose state is a dict of such values.
+
+    The dict is short, because its keys are not counted. They may be tuples with equal hashes.
+    """
+    return _SEEN + rb"\)\x81\x94?\}\x94?\((?:" + value + rb"){0,32}+ub"
+
+
+_FLAT = _object(_SMALL + rb"|" + _SIMPLE)
+_LIST = rb"\]\x94?(?:" + _FLAT + rb"a|\((?:" + _FLAT + rb")++e)"
+
+
 def _token(value: bytes) -> re.Pattern[bytes]:
     """Returns the pattern of a token; runs of objects have such values in their states."""
-    one = _SEEN + rb"\)\x81\x94?\}\x94?\((?:" + value + rb")*+ub"
     return re.compile(
-        rb"(?s)(?P<objects>(?:" + one + rb")++)"
+        rb"(?s)(?P<objects>(?:" + _object(value) + rb")++)"
+        rb"|(?P<nested>" + _object(_LIST + rb"|" + value) + rb")"
+        rb"|(?P<text>" + _TEXT + rb"\x94)"
         rb"|(?P<size>" + _SIZE + rb")"
         rb"|(?P<got>" + _SEEN + rb")"
         rb"|(?P<plain>[\]})N\x88\x89]|K.|M..|J....|G.{8})"
@@ -136,7 +149,8 @@ class _Walk:
                 f"refused a pickle of protocol {self.data[1]} with an opcode of protocol 4"
                 f" ({self.where})"
             )
-        self.stack += [1] * opcodes.count(b"ub") if kind == _OBJECTS else [_LIGHT]
+        count = opcodes.count(b"ub") if kind == _OBJECTS else 1
+        self.stack += [_LIGHT if kind == _SIZES else 1] * count
         for one in (b"\x85\x94", b"\x86\x94", b"\x87\x94", b"t\x94"):
             opcodes = opcodes.replace(one, b"\x01")
         self.memo += opcodes.replace(b"\x94", b"\x00").translate(None, _NO_MARKS)

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.optim import Optimizer
 
 from ckpt_tools.errors import PlanError
+from ckpt_tools.loop.state.modules import load_module
 from ckpt_tools.loop.state.objects import (
     Key,
     Structure,
@@ -153,7 +153,7 @@ class _Restorer:
     def _restore(self, owner: Any, key: Any, value: Any, new: Any, path: Key) -> None:
         if isinstance(value, nn.Module):
             with calling("load_state_dict", value, path):
-                set_model_state_dict(value, new, options=StateDictOptions(strict=False))
+                load_module(value, new)
         elif isinstance(value, Optimizer) and not is_container(value):
             with calling("load_state_dict", value, path):
                 load_optimizer(value, new, self.holders, path)

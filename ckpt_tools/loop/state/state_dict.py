@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -48,6 +47,7 @@ from ckpt_tools.loop.state.optimizers import (
 )
 from ckpt_tools.loop.state.shards import is_meta
 from ckpt_tools.loop.state.state_cache import KnownExport, StateCache
+from ckpt_tools.loop.state.modules import module_state
 from ckpt_tools.loop.state.unchanged import ModuleGuard, OptimizerGuard
 
 
@@ -390,7 +390,7 @@ class _Exporter:
     def _visit_module(self, module: nn.Module, path: Key) -> None:
         before = len(self.result.tensors), len(self.result.objects)
         with calling("state_dict", module, path):
-            exported = get_model_state_dict(module)
+            exported = module_state(module)
         exported = _tied(module, exported)
         if self.is_partial or self.stored is not None:
             self.result.frozen |= {flat_name((*path, name)) for name in _frozen(module)}

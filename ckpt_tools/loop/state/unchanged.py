@@ -170,7 +170,7 @@ class ModuleGuard:
     @classmethod
     def of(cls, module: nn.Module, exported: Iterable[torch.Tensor]) -> ModuleGuard | None:
         """Returns a guard; None if code of others takes part in the export."""
-        if not all(map(_is_ordinary, module.modules())):
+        if not all(map(is_ordinary, module.modules())):
             return None
         guard = cls(module, exported)
         return None if guard.slots is None else guard
@@ -192,7 +192,7 @@ def _is_ordinary_kind(kind: type[nn.Module]) -> bool:
     return all(getattr(kind, name) is getattr(nn.Module, name) for name in _OVERRIDES)
 
 
-def _is_ordinary(module: nn.Module) -> bool:
+def is_ordinary(module: nn.Module) -> bool:
     """Tells whether a module's own entries in a state dict are its parameters and buffers."""
     return (
         _is_ordinary_kind(type(module))
