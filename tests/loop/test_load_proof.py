@@ -89,6 +89,11 @@ def test_ranks_find_a_flipped_bit_together(wrong: str, tmp_path: Path) -> None:
     torchrun(3, "proof.py", str(path), wrong)
 
 
+@pytest.mark.parametrize("damage", ["none", "flipped", "alone", "swapped"])
+def test_a_tensor_that_ranks_read_in_parts_is_proved(damage: str, tmp_path: Path) -> None:
+    torchrun(2, "proof_in_parts.py", str(tmp_path), damage)
+
+
 def test_stock_dcp_with_our_reader_compares_whole_tensors(run: Path) -> None:
     step = run / "step-00000002"
     state = {"model": zeros()}

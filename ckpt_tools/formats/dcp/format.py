@@ -27,7 +27,7 @@ from ckpt_tools.core.catalog import (
 )
 from ckpt_tools.core.checksum import LateChecksums
 from ckpt_tools.core.dtypes import DType, by_name
-from ckpt_tools.core.memory import trim
+from ckpt_tools.core.memory import no_gc, trim
 from ckpt_tools.core.plan import Literal, Slot, Target, Trailer
 from ckpt_tools.errors import (
     CatalogError,
@@ -41,7 +41,6 @@ from ckpt_tools.formats.base import Request
 from ckpt_tools.formats.dcp import metadata as dcp_metadata
 from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, TensorMeta
 from ckpt_tools.formats.in_memory import InMemoryFile
-from ckpt_tools.formats.pickle.load import no_gc
 from ckpt_tools.formats.pickle.state import UnreadTensor, plain_path
 from ckpt_tools.formats.torch_save import (
     OpenedFile,

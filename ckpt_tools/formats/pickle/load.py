@@ -8,15 +8,14 @@ itself is left to C's unpickler, for speed. No torch is needed.
 
 from __future__ import annotations
 
-import gc
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType
 from typing import Any
 
+from ckpt_tools.core.memory import no_gc
 from ckpt_tools.errors import FormatError, UnsafePickleError, printable
 from ckpt_tools.formats.pickle.scan import scan
 
@@ -137,21 +136,6 @@ def load_pickle(
         raise FormatError(
             f"a pickle is malformed: {printable(str(error)) or type(error).__name__} ({where})"
         ) from error
-
-
-@contextmanager
-def no_gc() -> Iterator[None]:
-    """Turns off the cyclic garbage collector while millions of objects are built.
-
-    It would walk through all of them again and again.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def short_repr(value: object) -> str:

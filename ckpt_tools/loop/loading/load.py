@@ -21,6 +21,7 @@ from ckpt_tools.core.catalog import Catalog, TensorEntry
 from ckpt_tools.core.coverage import replicas
 from ckpt_tools.core.laps import Laps, format_laps
 from ckpt_tools.core.logs import log
+from ckpt_tools.core.memory import no_gc
 from ckpt_tools.core.selection import keep
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
@@ -114,6 +115,7 @@ def load(
         group.close()
 
 
+@no_gc()
 def load_into(
     path: str | os.PathLike[str],
     state: MutableMapping[str, Any],
@@ -152,8 +154,8 @@ def load_into(
     with group.phase(f"read {where}"):
         job.prove_replicas(replicated)
         job.read(shards)
-        job.source.store.close()
     job.proof.prove(group, where)
+    job.source.store.close()
     laps.lap("read")
     with group.phase(f"restore {where}"):
         job.restore()
@@ -220,7 +222,9 @@ class _Load:
         catalog = _without_empty(catalog, owners, read_value)
         self.named = name_numbers(catalog, owners, read_value, self.request.wants)
         self.source = source = replace(source, catalog=self.named.catalog)
-        self.proof = LoadProof(self.manifest, self.as_stored, source.catalog)
+        self.proof = LoadProof(
+            self.manifest, self.as_stored, source.catalog, is_joint=self.group.size > 1
+        )
         check_unread(source.catalog, self.state, self.request)
         self.exported = exported = export(self.state, stored_state(source.catalog))
         self.found = found = match(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from ckpt_tools.core.box import is_flat
@@ -43,14 +43,23 @@ class LoadProof:
     A cast tensor is not compared: its fingerprint is that of the stored bytes.
     """
 
-    def __init__(self, manifest: Manifest | None, stored: Catalog, catalog: Catalog) -> None:
+    def __init__(
+        self,
+        manifest: Manifest | None,
+        stored: Catalog,
+        catalog: Catalog,
+        is_joint: bool = False,
+    ) -> None:
         """Takes the manifest of a checkpoint, and the names of its tensors.
 
         Args:
             manifest: with the fingerprints; None if there is none.
             stored: the catalog with the names of the manifest.
             catalog: the catalog with the names of the load.
+            is_joint: several ranks will call `prove`.
         """
+        self.is_joint = is_joint
+        self._checks: list[Callable[[Collection[str]], None]] = []
         self._read = Fingerprints()
         self._sealed: dict[str, _Sealed] = {}
         if manifest is None:
@@ -74,8 +83,17 @@ class LoadProof:
         """Adds what a reading has noted."""
         self._read.absorb(part.noted())
 
+    def check_later(self, check: Callable[[Collection[str]], None]) -> None:
+        """Takes a function that checks the CRC-32 of chunks that a reading has not checked.
+
+        It is called with the stored names of tensors that no fingerprint proves.
+        """
+        self._checks.append(check)
+
     def prove(self, group: GlooGroup, where: str) -> None:
         """Compares the fingerprints of tensors that all ranks have read together.
+
+        Chunks of other tensors are compared with their CRC-32, if that has not been done.
 
         Raises:
             IntegrityError: a tensor is not the sealed one.
@@ -88,7 +106,17 @@ class LoadProof:
             everything = Fingerprints()
             for noted in found:
                 everything.absorb(noted)
-            _compare(self._sealed, everything.join(), where)
+            crcs = everything.join()
+            sealed = {name: known.crc64 for name, known in self._sealed.items()}
+            unproved = [n for n in everything.noted.sizes if crcs.get(n) != sealed[n]]
+        unproved = group.broadcast(unproved, what)
+        if not unproved:
+            return
+        with group.phase(what):
+            for check in self._checks:  # a CRC-32 also names the file
+                check(unproved)
+        with group.phase(what):
+            _compare(self._sealed, crcs, where)
 
 
 class ShareProof:
@@ -101,6 +129,19 @@ class ShareProof:
     def whole(self, plan: Plan) -> set[str]:
         """Returns the names of a plan whose tensors this reading proves alone."""
         return {t.fqn for t in plan.tensors if t.is_complete and self._wants(t)}
+
+    def parts(self, plan: Plan) -> set[str]:
+        """Returns the names of a plan whose tensors this reading notes completely, but in part.
+
+        Their bytes are proved if other ranks note the rest.
+        """
+        return {
+            t.fqn
+            for t in plan.tensors
+            if self._wants(t)
+            and not t.is_complete
+            and all(is_flat(slot.box, t.shape) for slot in t.slots)
+        }
 
     def note(self, tile: Tile, data: Bytes) -> None:
         """Notes the values of a tile."""

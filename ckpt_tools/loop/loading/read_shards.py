@@ -5,8 +5,9 @@ Imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -17,11 +18,11 @@ from ckpt_tools.core.plan import Plan, Slot, Target, plan_transfer
 from ckpt_tools.engine.crc_watch import CrcWatch, compare_positions, read_whole
 from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.schedule import schedule, tile_bytes
-from ckpt_tools.engine.sinks import FillSink
+from ckpt_tools.engine.sinks import FillSink, HashSink, Sink
 from ckpt_tools.errors import IntegrityError
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.loop.loading.load_request import LoadReport
-from ckpt_tools.loop.loading.proof import LoadProof
+from ckpt_tools.loop.loading.proof import LoadProof, ShareProof
 from ckpt_tools.loop.state.shards import Shard, has_bytes
 from ckpt_tools.loop.state.staging import Stager
 from ckpt_tools.storage import MemoryStore
@@ -168,9 +169,9 @@ class ShardReader(NamedTuple):
             }
             source.store.will_read((file, 0, source.catalog.file_sizes[file]) for file in files)
         part = self.proof.named(self.names) if self.proof is not None else None
-        proved = part.whole(plan) if part is not None else set[str]()  # by their fingerprints
+        proved, later = self._proved_by_fingerprints(plan, part)
         sink = FillSink(memory, part.note if part is not None else None)
-        crc_watch = CrcWatch(read_whole(plan, assumed, proved), self.source.store)
+        crc_watch = CrcWatch(read_whole(plan, assumed, proved | later), self.source.store)
         totals = execute_batches(
             schedule(plan, assumed, *tile_bytes(self.memory_bytes, self.jobs)),
             source.store,
@@ -185,8 +186,7 @@ class ShardReader(NamedTuple):
         if wrong:
             if part is not None:
                 part.forget(wrong)
-            again = replace(plan, tensors=tuple(t for t in plan.tensors if t.fqn in wrong))
-            num_proved += self._read_found(again, real.found, sink, proved)
+            num_proved += self._read_found(_only(plan, wrong), real.found, sink, proved)
         if part is not None and self.proof is not None:
             try:
                 part.prove(proved, str(source.path))
@@ -194,13 +194,37 @@ class ShardReader(NamedTuple):
                 self._read_found(plan, real.found, sink, set())  # a CRC-32 also names the file
                 raise
             self.proof.absorb(part)
+            if later - wrong:
+                self.proof.check_later(
+                    partial(self._check_chunks, _only(plan, later - wrong), real.found)
+                )
         self.report.read_nbytes += totals.read_nbytes
         self.report.num_proved += num_proved + sum(
-            len(t.used) for t in plan.tensors if t.fqn in proved
+            len(t.used) for t in plan.tensors if t.fqn in proved | (later - wrong)
         )
 
+    def _proved_by_fingerprints(
+        self, plan: Plan, part: ShareProof | None
+    ) -> tuple[set[str], set[str]]:
+        """Returns the tensors that fingerprints prove: after this reading, and after all ranks'.
+
+        Bytes from an object store may be wrong on the way, and are read again at once.
+        """
+        if part is None or self.proof is None:
+            return set(), set()
+        waits = self.proof.is_joint and not self.source.store.capabilities.is_remote
+        return part.whole(plan), part.parts(plan) if waits else set()
+
+    def _check_chunks(
+        self, plan: Plan, found: Mapping[Extent, Extent], names: Collection[str]
+    ) -> None:
+        """Reads tensors again, by stored name, and compares their chunks with their CRC-32."""
+        chosen = {t.fqn for t in plan.tensors if self.names.get(t.fqn, t.fqn) in names}
+        if chosen:
+            self._read_found(_only(plan, chosen), found, HashSink(), set())
+
     def _read_found(
-        self, plan: Plan, found: Mapping[Extent, Extent], sink: FillSink, proved: set[str]
+        self, plan: Plan, found: Mapping[Extent, Extent], sink: Sink, proved: set[str]
     ) -> int:
         """Reads from the positions that the files name; returns the number of proved chunks."""
         late = CrcWatch(read_whole(plan, found, proved), self.source.store)
@@ -212,6 +236,10 @@ class ShardReader(NamedTuple):
             crc_watch=late,
         )
         return late.prove(dict(compare_positions(found, found).crcs))
+
+
+def _only(plan: Plan, names: Collection[str]) -> Plan:
+    return replace(plan, tensors=tuple(t for t in plan.tensors if t.fqn in names))
 
 
 def _used(entry: TensorEntry, numbers: set[int]) -> TensorEntry:

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from ckpt_tools.core.naming import WRAPPERS
 from ckpt_tools.errors import CheckpointError, PlanError, printable
+from ckpt_tools.loop.state.modules import module_state
 from ckpt_tools.loop.state.objects import (
     MAX_DEPTH,
     TAG,
@@ -47,7 +48,6 @@ from ckpt_tools.loop.state.optimizers import (
 )
 from ckpt_tools.loop.state.shards import is_meta
 from ckpt_tools.loop.state.state_cache import KnownExport, StateCache
-from ckpt_tools.loop.state.modules import module_state
 from ckpt_tools.loop.state.unchanged import ModuleGuard, OptimizerGuard
 
 
