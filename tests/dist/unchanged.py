@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ckpt_tools import CheckpointManager
 from ckpt_tools.loop.state import state_dict as exporting
+from ckpt_tools.loop.state.modules import module_state
 from tests.dist import device
 from tests.loop.test_state_cache import check, flat
 
@@ -35,10 +36,10 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 def export(module: nn.Module) -> Any:
     global calls
     calls += 1
-    return get_model_state_dict(module)
+    return module_state(module)
 
 
-exporting.get_model_state_dict = export
+exporting.module_state = export
 
 
 def gathered(state: dict[str, Any]) -> dict[str, Any]:

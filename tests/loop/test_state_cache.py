@@ -20,6 +20,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt_tools import CheckpointManager
 from ckpt_tools.loop.state import state_dict as exporting
+from ckpt_tools.loop.state.modules import module_state
 from tests.stock import assert_stock_torch_reads
 
 Values = dict[str, Any]
@@ -97,14 +98,14 @@ def check(step: Path, wanted: Values) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """Every module that torch's function is asked to export for a save."""
+    """Every module whose state dict is asked for by a save."""
     asked: list[nn.Module] = []
 
     def export(module: nn.Module) -> Any:
         asked.append(module)
-        return get_model_state_dict(module)
+        return module_state(module)
 
-    monkeypatch.setattr(exporting, "get_model_state_dict", export)
+    monkeypatch.setattr(exporting, "module_state", export)
     return asked
 
 
