@@ -9,6 +9,7 @@ that DCP writes by the million (the start of an object, a `torch.Size`) are one 
 
 from __future__ import annotations
 
+import functools
 import re
 
 from ckpt_tools.errors import FormatError, UnsafePickleError
@@ -38,7 +39,7 @@ _SEEN = rb"(?:h.|j....)"
 _SIZE = _SEEN + rb"(?:(?:K.|M..|J....){1,3}+[\x85-\x87])\x94?\x85\x94?R\x94?"
 # an object whose state is a short tuple, such as torch's `TensorProperties`
 _SMALL = _SEEN + rb"\)\x81\x94?\((?:" + _SEEN + rb"|K.|[N\x88\x89]){0,8}+t\x94?b"
-_SIMPLE = _SIZE + rb"|h.|K.|M..|[Jj]....|[N\x88\x89\x94]|" + _TEXT + rb"|" + _LONG
+_SHORT = _SMALL + rb"|" + _SIZE + rb"|h.|K.|M..|[Jj]....|[N\x88\x89\x94]"
 # a list of persistent ids: what stands for chunks that are read as columns
 _IDS = rb"\]\x94?(?:J....Qa|\((?:J....Q)++e)"
 
@@ -51,15 +52,17 @@ def _object(value: bytes) -> bytes:
     return _SEEN + rb"\)\x81\x94?\}\x94?\((?:" + value + rb"){0,32}+ub"
 
 
-_FLAT = _object(_SMALL + rb"|" + _SIMPLE)
-_LIST = rb"\]\x94?(?:" + _FLAT + rb"a|\((?:" + _FLAT + rb")++e)"
+_CHUNK = _object(_SHORT)
+_LIST = rb"\]\x94?(?:" + _CHUNK + rb"a|\((?:" + _CHUNK + rb")++e)"
 
 
-def _token(value: bytes) -> re.Pattern[bytes]:
-    """Returns the pattern of a token; runs of objects have such values in their states."""
+@functools.cache  # one takes 5 ms to compile
+def _token(with_persistent_ids: bool) -> re.Pattern[bytes]:
+    """Returns the pattern of a token."""
+    value = (_IDS + rb"|" if with_persistent_ids else b"") + _SHORT + rb"|" + _TEXT + rb"|" + _LONG
     return re.compile(
         rb"(?s)(?P<objects>(?:" + _object(value) + rb")++)"
-        rb"|(?P<nested>" + _object(_LIST + rb"|" + value) + rb")"
+        rb"|(?P<nested>" + _object(_LIST + rb"|" + _SHORT) + rb")"
         rb"|(?P<text>" + _TEXT + rb"\x94)"
         rb"|(?P<size>" + _SIZE + rb")"
         rb"|(?P<got>" + _SEEN + rb")"
@@ -68,11 +71,6 @@ def _token(value: bytes) -> re.Pattern[bytes]:
     )
 
 
-_TOKEN = _token(_SMALL + rb"|" + _SIMPLE)
-_TOKEN_WITH_IDS = _token(_IDS + rb"|" + _SMALL + rb"|" + _SIMPLE)
-_OBJECTS, _SIZES, _GOT, _PLAIN, _OTHER = map(
-    _TOKEN.groupindex.__getitem__, ("objects", "size", "got", "plain", "other")
-)
 _ARGUMENTS = re.compile(rb"(?s)h.|K.|M..|[Jj]....|" + _TEXT + rb"|" + _LONG)
 
 
@@ -118,18 +116,18 @@ class _Walk:
     def run(self) -> None:
         """Walks to the end of the pickle."""
         data, push = self.data, self.stack.append
-        match = (_TOKEN_WITH_IDS if self.with_persistent_ids else _TOKEN).match
+        match = _token(self.with_persistent_ids).match
         at = 2
         while True:
             token = match(data, at)
             if token is None:
                 raise self._foreign(at)
-            kind, start, at = token.lastindex, at, token.end()
-            if kind == _GOT:
+            kind, start, at = token.lastgroup, at, token.end()
+            if kind == "got":
                 push(self._seen(int.from_bytes(data[start + 1 : at], "little")))
-            elif kind == _PLAIN:
+            elif kind == "plain":
                 push(1)
-            elif kind != _OTHER:
+            elif kind != "other":
                 self._phrase(kind, token[0])
             elif data[start] == _STOP:
                 return self._stop(at)
@@ -141,7 +139,7 @@ class _Walk:
                         f" ({self.where})"
                     )
 
-    def _phrase(self, kind: int | None, phrase: bytes) -> None:
+    def _phrase(self, kind: str | None, phrase: bytes) -> None:
         """Processes a whole run of opcodes that DCP writes by the million."""
         opcodes = _ARGUMENTS.sub(b"", phrase)
         if b"\x94" in opcodes and self.data[1] < 4:
@@ -149,8 +147,8 @@ class _Walk:
                 f"refused a pickle of protocol {self.data[1]} with an opcode of protocol 4"
                 f" ({self.where})"
             )
-        count = opcodes.count(b"ub") if kind == _OBJECTS else 1
-        self.stack += [_LIGHT if kind == _SIZES else 1] * count
+        count = opcodes.count(b"ub") if kind == "objects" else 1
+        self.stack += [_LIGHT if kind == "size" else 1] * count
         for one in (b"\x85\x94", b"\x86\x94", b"\x87\x94", b"t\x94"):
             opcodes = opcodes.replace(one, b"\x01")
         self.memo += opcodes.replace(b"\x94", b"\x00").translate(None, _NO_MARKS)
