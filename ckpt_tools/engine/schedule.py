@@ -163,6 +163,8 @@ def schedule(
 
 def shares(plan: Plan, count: int) -> list[Share]:
     """Cuts the work of a plan into `count` shares of equal bytes, also within large tensors."""
+    if count == 1:
+        return [ALL]
     total = sum(map(_tiled_nbytes, plan.tensors))
     edges = [total * number // count for number in range(count)]
     return [Share(low, high) for low, high in pairwise([*edges, ALL.high])]
@@ -182,6 +184,9 @@ def _tiled_nbytes(tensor: TensorPlan) -> int:
 
 def _starts(plan: Plan, share: Share) -> Iterator[tuple[TensorPlan, int]]:
     """Yields the tensors that have a part in a share, and the number of bytes before each."""
+    if share == ALL:  # for which this number does not matter
+        yield from ((tensor, 0) for tensor in plan.tensors)
+        return
     start = 0
     for tensor in plan.tensors:
         nbytes = _tiled_nbytes(tensor)
