@@ -20,6 +20,7 @@ from ckpt_tools.core.box import Box
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats.pickle.load import load_pickle, short_repr
+from ckpt_tools.formats.pickle.plain_values import Inert
 from ckpt_tools.formats.pickle.write import integer
 
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -74,6 +75,15 @@ class Metadata:
 # ---- reading -------------------------------------------------------------------------------------
 
 
+class _Stub(metaclass=Inert):
+    """Stands in for an object of torch, with the same attributes."""
+
+    def __setstate__(self, state: object) -> None:
+        if type(state) is not dict:
+            raise TypeError("the state of an object is not a dict")
+        self.__dict__ = state  # not copied: a pickle can give one dict to a million objects
+
+
 def _globals() -> tuple[dict[tuple[str, str], Any], dict[str, type]]:
     """Returns the allow-list with fresh inert classes, and those classes by name."""
     names = (
@@ -84,9 +94,11 @@ def _globals() -> tuple[dict[tuple[str, str], Any], dict[str, type]]:
         "MetadataIndex",
         "StorageMeta",
     )
-    stubs: dict[str, type] = {name: type(name, (), {}) for name in (*names, "_StorageInfo")}
+    stubs: dict[str, type] = {name: type(name, (_Stub,), {}) for name in (*names, "_StorageInfo")}
     stubs["TensorProperties"] = type(
-        "TensorProperties", (), {"__setstate__": lambda self, state: setattr(self, "state", state)}
+        "TensorProperties",
+        (_Stub,),
+        {"__setstate__": lambda self, state: setattr(self, "state", state)},
     )
     allowed: dict[tuple[str, str], Any] = {(METADATA, name): stub for name, stub in stubs.items()}
     allowed[FILESYSTEM, "_StorageInfo"] = stubs["_StorageInfo"]
@@ -98,7 +110,7 @@ def _globals() -> tuple[dict[tuple[str, str], Any], dict[str, type]]:
         allowed[module, name] = lambda value: value
     # Megatron also stores its plans, which are not needed
     for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"):
-        allowed[_PLANNER, name] = type(name, (), {"__init__": lambda *_: None})
+        allowed[_PLANNER, name] = type(name, (_Stub,), {"__init__": lambda *_: None})
     allowed["torch", "Size"] = tuple
     allowed["torch.serialization", "_get_layout"] = lambda name: name
     for module in ("pathlib", "pathlib._local"):

@@ -36,7 +36,20 @@ class NumpyComplex:
         self.value = complex(real, imaginary)
 
 
-class OpaqueObject:
+class Inert(type):
+    """The type of classes that a pickle may use, but not change.
+
+    The opcode BUILD sets attributes of any value.
+    """
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise AttributeError(f"it cannot be changed: {name}")
+
+    def __delattr__(cls, name: str) -> None:
+        raise AttributeError(f"it cannot be changed: {name}")
+
+
+class OpaqueObject(metaclass=Inert):
     """A stand-in for an object: it keeps its arguments and its state, and does nothing.
 
     It accepts anything. A pickle may also fill it as a list or a dict; these items are not kept.
@@ -44,12 +57,23 @@ class OpaqueObject:
 
     label = ""  # the name of the unknown type that it stands in for
     arguments: tuple[Any, ...]
-    state: Mapping[str, Any]
+    _given: object
 
     def __new__(cls, *args: object) -> OpaqueObject:
         made = object.__new__(cls)
-        made.arguments, made.state = args, {}
+        made.arguments, made._given = args, {}
         return made
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """Its attributes by name."""
+        if isinstance(self._given, dict):
+            return self._given
+        # the state may be a pair: attributes and slots
+        parts = self._given if isinstance(self._given, tuple) else ()
+        return {
+            key: value for part in parts if isinstance(part, dict) for key, value in part.items()
+        }
 
     def __init__(self, *args: object) -> None:
         del args
@@ -66,13 +90,7 @@ class OpaqueObject:
         del values
 
     def __setstate__(self, state: object) -> None:
-        # the state may be a pair: attributes and slots
-        tables = [
-            part
-            for part in (state if isinstance(state, tuple) else (state,))
-            if isinstance(part, dict)
-        ]
-        self.state = {str(key): value for table in tables for key, value in table.items()}
+        self._given = state  # not copied: a pickle can give one dict to a million objects
 
 
 def plain_types() -> dict[tuple[str, str], Any]:
@@ -136,7 +154,7 @@ def _counter(table: object = None) -> object:
 
 def _keep_order(dtype: OpaqueObject, state: object) -> None:
     """Keeps the byte order from the state of a NumPy dtype."""
-    dtype.state = {"order": state[1] if isinstance(state, tuple) and len(state) > 1 else None}
+    dtype._given = {"order": state[1] if isinstance(state, tuple) and len(state) > 1 else None}
 
 
 _NUMPY_NUMBERS = {

@@ -16,16 +16,16 @@ from ckpt_tools.errors import FormatError, UnsafePickleError
 
 MAX_PICKLE_BYTES = 1 << 30
 _MAX_LONG_BYTES = 64  # the state of a random generator has 128 bits and more
-# limit of integers with at least so many bytes: an attacker can choose such keys of a dict, alone
-# or in tuples, with equal hashes
-_LONG_BYTES, _MAX_LONGS = 6, 10_000
-# An attacker can choose tuples with equal hashes. A dict with many such keys takes hours. So the
-# weight of a tuple is not whole, and such keys of dicts are counted. Checkpoints have few.
-_TUPLE_FRACTION, _MAX_TUPLE_KEYS = 2**-30, 2_000
+# An attacker can choose tuples with equal hashes, and integers of at least so many bytes. A dict
+# with many such keys takes hours. So a weight also has the number of tuples and the number of such
+# integers in a value, and such keys of dicts are counted. Checkpoints have few.
+_TUPLE, _LONG_INT, _WEIGHT = 1, 1 << 20, 1 << 40
+_LONG_BYTES, _MAX_LONG_KEYS, _MAX_TUPLE_KEYS = 6, 10_000, 2_000
 # limit for a tuple: its elements with all their contents; torch's tuples have dozens
-_MAX_WEIGHT = 4096
-_LIGHT = 6  # at least the weight of a Size of three dims with its arguments
+_MAX_WEIGHT = 4096 * _WEIGHT
+_LIGHT = 6 * _WEIGHT  # at least the weight of a Size of three dims with its arguments
 _STOP = ord(".")
+_GET = ord("h")
 _TUPLES = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
 # number of values that an opcode takes; for the first two, those after a mark
 _TAKES = {b"u": 0, b"e": 0, b"s": 2, b"a": 1, b"R": 1, b"\x81": 1, b"b": 1}
@@ -39,7 +39,7 @@ _SEEN = rb"(?:h.|j....)"
 _SIZE = _SEEN + rb"(?:(?:K.|M..|J....){1,3}+[\x85-\x87])\x94?\x85\x94?R\x94?"
 # an object whose state is a short tuple, such as torch's `TensorProperties`
 _SMALL = _SEEN + rb"\)\x81\x94?\((?:" + _SEEN + rb"|K.|[N\x88\x89]){0,8}+t\x94?b"
-_SHORT = _SMALL + rb"|" + _SIZE + rb"|h.|K.|M..|[Jj]....|[N\x88\x89\x94]"
+_SHORT = _SMALL + rb"|" + _SIZE + rb"|h.|K.|M..|[Jj]....|[N\x88\x89]"
 # a list of persistent ids: what stands for chunks that are read as columns
 _IDS = rb"\]\x94?(?:J....Qa|\((?:J....Q)++e)"
 
@@ -59,7 +59,8 @@ _LIST = rb"\]\x94?(?:" + _CHUNK + rb"a|\((?:" + _CHUNK + rb")++e)"
 @functools.cache  # one takes 5 ms to compile
 def _token(with_persistent_ids: bool) -> re.Pattern[bytes]:
     """Returns the pattern of a token."""
-    value = (_IDS + rb"|" if with_persistent_ids else b"") + _SHORT + rb"|" + _TEXT + rb"|" + _LONG
+    ids = _IDS + rb"|" if with_persistent_ids else b""
+    value = ids + _SHORT + rb"|" + _TEXT + rb"\x94?|" + _LONG
     return re.compile(
         rb"(?s)(?P<objects>(?:" + _object(value) + rb")++)"
         rb"|(?P<nested>" + _object(_LIST + rb"|" + _SHORT) + rb")"
@@ -107,57 +108,81 @@ class _Walk:
 
     def __init__(self, data: bytes, where: str, with_persistent_ids: bool) -> None:
         self.data, self.where, self.with_persistent_ids = data, where, with_persistent_ids
-        self.stack: list[float] = []
+        self.stack: list[int] = []
         self.marks: list[int] = []
-        self.num_longs = self.num_tuple_keys = 0
-        self.heavy: dict[int, float] = {}  # weights of remembered values that are not light
+        self.num_long_keys = self.num_tuple_keys = 0
+        self.heavy: dict[int, int] = {}  # weights of remembered values that are not light
         self.memo = bytearray()  # for each value that MEMOIZE remembers, whether a run made a tuple
+        self.frame_end = 0  # of the present frame
 
     def run(self) -> None:
         """Walks to the end of the pickle."""
         data, push = self.data, self.stack.append
         match = _token(self.with_persistent_ids).match
-        at = 2
+        at, end = 2, len(data)
         while True:
-            token = match(data, at)
+            token = match(data, at, end)
             if token is None:
-                raise self._foreign(at)
+                raise self._foreign(at, end)
             kind, start, at = token.lastgroup, at, token.end()
-            if kind == "got":
-                push(self._seen(int.from_bytes(data[start + 1 : at], "little")))
-            elif kind == "plain":
-                push(1)
-            elif kind != "other":
-                self._phrase(kind, token[0])
-            elif data[start] == _STOP:
+            if kind == "plain":
+                push(_WEIGHT)
+            elif kind == "other" and data[start] == _STOP:
                 return self._stop(at)
-            else:
+            elif kind == "other":
                 at = self._step(data[start : start + 1], start)
-                if at > len(data):
-                    raise FormatError(
-                        f"a pickle is truncated: an opcode runs past its {len(data)} bytes"
-                        f" ({self.where})"
-                    )
+            elif kind == "got" or not self._phrase(kind, token[0]):
+                at = start + (2 if data[start] == _GET else 5)
+                push(self._seen(int.from_bytes(data[start + 1 : at], "little")))
+            if at >= end or kind == "other":  # it may be the start of a frame
+                end = self._next_end(at, end)
 
-    def _phrase(self, kind: str | None, phrase: bytes) -> None:
-        """Processes a whole run of opcodes that DCP writes by the million."""
+    def _next_end(self, at: int, end: int) -> int:
+        """Returns the end of what can be read without a look at frames.
+
+        No opcode may cross the end of a frame: C's unpickler would drop the rest of the frame.
+        """
+        if at > end or self.frame_end > len(self.data):
+            raise FormatError(
+                f"a pickle is truncated: an opcode runs past its {len(self.data)} bytes, or past"
+                f" its frame ({self.where})"
+            )
+        return self.frame_end if at < self.frame_end else len(self.data)
+
+    def _phrase(self, kind: str | None, phrase: bytes) -> bool:
+        """Processes a whole run of opcodes that DCP writes by the million.
+
+        Returns:
+            False for a run that must be walked step by step. It would remember a tuple of values
+            that are not light.
+        """
         opcodes = _ARGUMENTS.sub(b"", phrase)
         if b"\x94" in opcodes and self.data[1] < 4:
             raise UnsafePickleError(
                 f"refused a pickle of protocol {self.data[1]} with an opcode of protocol 4"
                 f" ({self.where})"
             )
+        if b"t\x94" in opcodes and not all(map(self._is_light, _ARGUMENTS.findall(phrase))):
+            return False
         count = opcodes.count(b"ub") if kind == "objects" else 1
-        self.stack += [_LIGHT if kind == "size" else 1] * count
+        self.stack += [_LIGHT if kind == "size" else _WEIGHT] * count
         for one in (b"\x85\x94", b"\x86\x94", b"\x87\x94", b"t\x94"):
             opcodes = opcodes.replace(one, b"\x01")
         self.memo += opcodes.replace(b"\x94", b"\x00").translate(None, _NO_MARKS)
+        return True
 
-    def _seen(self, index: int) -> float:
+    def _is_light(self, argument: bytes) -> bool:
+        """Tells whether an opcode with its argument gives no tuple, and no value of many parts."""
+        if argument[:1] not in b"hj":
+            return True
+        weight = self._seen(int.from_bytes(argument[1:], "little"))
+        return weight <= _LIGHT and not weight % _WEIGHT
+
+    def _seen(self, index: int) -> int:
         """Returns the weight of a remembered value."""
         if index in self.heavy:
             return self.heavy[index]
-        return _LIGHT + _TUPLE_FRACTION * (index < len(self.memo) and self.memo[index])
+        return _LIGHT + _TUPLE * (index < len(self.memo) and self.memo[index])
 
     def _stop(self, at: int) -> None:
         if at != len(self.data):
@@ -166,8 +191,8 @@ class _Walk:
             )
         self.stack.pop()
 
-    def _foreign(self, at: int) -> FormatError:
-        if at >= len(self.data) or self.data[at : at + 1] in _WITH_ARGUMENT:
+    def _foreign(self, at: int, end: int) -> FormatError:
+        if at >= end or self.data[at : at + 1] in _WITH_ARGUMENT:
             return FormatError(
                 f"a pickle is truncated: no STOP within its {len(self.data)} bytes ({self.where})"
             )
@@ -186,10 +211,10 @@ class _Walk:
             self.memo.append(0)
         elif opcode in _TAKES:
             start = self.marks.pop() if opcode in b"ue" else len(self.stack) - _TAKES[opcode]
-            base = self.stack[start - 1] % 1 if start > 0 else 0.0
-            self._take(start, is_kept=opcode in b"uesa", has_keys=opcode in b"us")
-            if opcode == b"b":  # a tuple stays one, and an object with tuples in it is none
-                self.stack[-1] = int(self.stack[-1]) + base
+            if opcode == b"b":
+                self._build()
+            else:
+                self._take(start, is_kept=opcode in b"uesa", has_keys=opcode in b"us")
         elif opcode == b"Q" and self.with_persistent_ids:
             pass
         else:
@@ -200,11 +225,11 @@ class _Walk:
         """Makes a tuple of the values from position `start` of the stack."""
         if start < 0:
             raise IndexError
-        weight = 1 + _TUPLE_FRACTION + sum(self.stack[start:])
+        weight = _WEIGHT + _TUPLE + sum(self.stack[start:])
         if weight > _MAX_WEIGHT:
             raise UnsafePickleError(
-                f"refused a pickle: a tuple holds more than {_MAX_WEIGHT} elements, nested ones"
-                f" counted ({self.where})"
+                f"refused a pickle: a tuple holds more than {_MAX_WEIGHT // _WEIGHT} elements,"
+                f" nested ones counted ({self.where})"
             )
         self.stack[start:] = [weight]
 
@@ -213,19 +238,35 @@ class _Walk:
 
         A protocol numbers the memo in only one way, so indices cannot be confused.
         """
-        if self.stack[-1] > _LIGHT or self.stack[-1] % 1:
+        if self.stack[-1] > _LIGHT or self.stack[-1] % _WEIGHT:
             self.heavy[index] = self.stack[-1]
         else:
             self.heavy.pop(index, None)
 
-    def _count_tuple_keys(self, keys: list[float]) -> None:
-        """Counts the keys of a dict that are tuples. Their weights are not whole."""
-        self.num_tuple_keys += sum(1 for key in keys if key % 1)
-        if self.num_tuple_keys > _MAX_TUPLE_KEYS:
-            raise UnsafePickleError(
-                f"refused a pickle: more than {_MAX_TUPLE_KEYS} keys of its dicts are tuples"
-                f" ({self.where})"
-            )
+    def _count_keys(self, keys: list[int]) -> None:
+        """Counts the keys of a dict that are tuples or long integers."""
+        for key in keys:
+            if key % _LONG_INT:
+                self.num_tuple_keys += 1
+            elif key % _WEIGHT:
+                self.num_long_keys += 1
+        for count, most, kind in (
+            (self.num_tuple_keys, _MAX_TUPLE_KEYS, "tuples"),
+            (self.num_long_keys, _MAX_LONG_KEYS, f"integers of {_LONG_BYTES} bytes or more"),
+        ):
+            if count > most:
+                raise UnsafePickleError(
+                    f"refused a pickle: more than {most} keys of its dicts are {kind}"
+                    f" ({self.where})"
+                )
+
+    def _build(self) -> None:
+        """Gives the last value, a state, to the object before it.
+
+        The object keeps its weight: a tuple stays one, whatever its state.
+        """
+        state = self.stack.pop()
+        self.stack[-1] += state - state % _WEIGHT
 
     def _take(self, start: int, is_kept: bool, has_keys: bool) -> None:
         """Adds the weights from position `start` to the value below them.
@@ -236,8 +277,8 @@ class _Walk:
         weight = sum(self.stack[start:])
         if start < 1:
             raise IndexError
-        if has_keys and weight % 1:
-            self._count_tuple_keys(self.stack[start::2])
+        if has_keys:
+            self._count_keys(self.stack[start::2])
         del self.stack[start:]
         self.stack[-1] = self.stack[-1] + weight if is_kept else weight
 
@@ -251,19 +292,17 @@ class _Walk:
             self._remember(int.from_bytes(number, "little"))
             return at + 5
         if opcode == b"\x95":
+            if at < self.frame_end:
+                raise self._refused(opcode, at)
+            self.frame_end = at + 9 + int.from_bytes(data[at + 1 : at + 9], "little")
             return at + 9
         if opcode == b"\x93":
             self.stack.pop()
             return at + 1
         if opcode == b"\x8a" and number[:1] > bytes([_MAX_LONG_BYTES]):
             raise self._refused(opcode, at)
-        self.stack.append(1)
-        self.num_longs += opcode == b"\x8a" and number[:1] >= bytes([_LONG_BYTES])
-        if self.num_longs > _MAX_LONGS:
-            raise UnsafePickleError(
-                f"refused a pickle: it has more than {_MAX_LONGS} integers of {_LONG_BYTES} bytes"
-                f" or more ({self.where})"
-            )
+        is_long = opcode == b"\x8a" and number[:1] >= bytes([_LONG_BYTES])
+        self.stack.append(_WEIGHT + _LONG_INT * is_long)
         if opcode in (b"\x8c", b"\x8a"):
             return at + 2 + int.from_bytes(number[:1], "little")
         if opcode == b"X":

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.core.box import Box
 from ckpt_tools.core.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
-from ckpt_tools.errors import FormatError
+from ckpt_tools.errors import FormatError, UnsafePickleError
 from ckpt_tools.formats.pickle.load import SafeCallable, load_pickle
 from ckpt_tools.formats.pickle.plain_values import (
     SCALAR_KEYS,
+    Inert,
     NumpyComplex,
     NumpyNumber,
     OpaqueObject,
@@ -27,6 +28,7 @@ from ckpt_tools.formats.pickle.plain_values import (
 from ckpt_tools.formats.pickle.write import CounterValue, Device
 
 _MAX_NODES, _MAX_DEPTH = 10_000_000, 64
+_MAX_FOREIGN = 1000  # types of one pickle that this tool does not know
 # limits for a pickle: a value that occurs twice in the state is walked twice
 _NODES_PER_BYTE, _FEW_NODES = 4, 10_000
 Path = tuple[str | int, ...]
@@ -117,12 +119,11 @@ class _Globals(dict[tuple[str, str], Any]):
             {("torch", name): d for name, d in BY_STORAGE_CLASS.items()}
             | {("torch", name): d for name, d in BY_NAME.items()}
         )
-        self._is_foreign = is_foreign
+        self._is_foreign, self._num_foreign = is_foreign, 0
         for module in ("torch", "torch.storage"):
             self[module, "UntypedStorage"] = self[module, "TypedStorage"] = None
-        # a new class per pickle: a hostile pickle can set attributes on it
         self["collections", "OrderedDict"] = partial(
-            _ordered_dict, type("OrderedDict", (dict,), {})
+            _ordered_dict, Inert("OrderedDict", (dict,), {})
         )
         self["torch", "Size"] = tuple
         self["torch._utils", "_rebuild_tensor_v2"] = _rebuild
@@ -156,10 +157,16 @@ class _Globals(dict[tuple[str, str], Any]):
 
     def __missing__(self, key: tuple[str, str]) -> Any:
         self._is_foreign(".".join(key))
-        return type("Foreign", (OpaqueObject,), {"label": ".".join(key)})
+        self._num_foreign += 1
+        if self._num_foreign > _MAX_FOREIGN:
+            raise UnsafePickleError(
+                f"refused a pickle: it asks for more than {_MAX_FOREIGN} unknown types"
+            )
+        found = self[key] = type("Foreign", (OpaqueObject,), {"label": ".".join(key)})
+        return found
 
 
-def _ordered_dict(kind: type[dict[Any, Any]], items: object = ()) -> dict[Any, Any]:
+def _ordered_dict(kind: Callable[..., dict[Any, Any]], items: object = ()) -> dict[Any, Any]:
     """Returns an empty dict, or one of pairs with plain keys, as Python 2 wrote it."""
     if not isinstance(items, (list, tuple)) or not all(
         isinstance(item, (list, tuple)) and len(item) == 2 and type(item[0]) in SCALAR_KEYS
