@@ -253,12 +253,12 @@ class Sources:
         """Returns the reads for a contiguous range of the tensor."""
         found: list[Read] = []
         for i, shared in self._index.overlaps(box):
-            box, extent = self._boxes[i], self._extents[i]
-            if extent.strides is None and shared == box:
+            stored, extent = self._boxes[i], self._extents[i]
+            if extent.strides is None and shared == stored:
                 nbytes = shared.numel * self._itemsize
                 found.append(Read(extent.file, extent.start, nbytes, shared, None))
             else:
-                found += _reads(Chunk(box, extent), shared, self._itemsize)
+                found += _reads(Chunk(stored, extent), shared, self._itemsize)
         return tuple(found)
 
 

@@ -70,6 +70,7 @@ class Metadata:
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     places: dict[tuple[str, tuple[int, ...] | None], ItemLocation] = field(default_factory=dict)
     extras: dict[str, str] = field(default_factory=dict)
+    num_place_ranges: int = 0  # placeholders among the places; each is a key, so all are different
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -245,6 +246,7 @@ class _Reader:
         index_type, info_type = self.stubs["MetadataIndex"], self.stubs["_StorageInfo"]
         for index, info in table.items():
             if type(index) is ColumnRange and index.is_places and info is None:
+                result.num_place_ranges += 1
                 continue
             if not isinstance(index, index_type) or not isinstance(info, info_type):
                 raise self.fail("a MetadataIndex and a _StorageInfo", index)

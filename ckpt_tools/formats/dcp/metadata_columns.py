@@ -70,6 +70,8 @@ def read_bulk(data: bytes, where: str) -> tuple[Metadata, dict[str, ArrayChunkTa
             return None
         del plain, rest
         metadata = parse_metadata(small, where, found.ranges)
+        if metadata.num_place_ranges != sum(one.is_places for one in found.ranges):
+            return None  # some stand elsewhere, where no reader looks
         return metadata, _join(metadata, found)
     except (IrregularPickle, FormatError):
         return None

@@ -154,7 +154,7 @@ def load_into(
     with group.phase(f"read {where}"):
         job.prove_replicas(replicated)
         job.read(shards)
-    job.proof.prove(group, where)
+    job.report.num_proved += job.proof.prove(group, where)
     job.source.store.close()
     laps.lap("read")
     with group.phase(f"restore {where}"):
@@ -384,7 +384,16 @@ class _Load:
         # checkpoints of the manager keep integer keys
         if manifest is None or manifest.operation != "save" or manifest.step is None:
             int_keys(exported, given, paths, report.notes)
-        restore(self.state, given, paths)
+        refused = restore(self.state, given, paths)
+        if refused:
+            what = f"modules have exported {len(refused)} values that they do not take back"
+            shown = ", ".join(map(printable, refused[:8])) + (" …" if len(refused) > 8 else "")
+            if self.request.strict:
+                raise PlanError(
+                    f"{what}: {shown}",
+                    hint="their load_state_dict must accept the names of their state_dict",
+                )
+            report.notes.append(f"{what}: {shown}")
         for name, value in self.of_rank.items():
             if value is not None:
                 _set_per_rank(self.state, exported.per_rank[name], value[0])

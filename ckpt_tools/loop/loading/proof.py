@@ -6,12 +6,10 @@ step's file, is in its place. Formats without checksums, such as safetensors, ha
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from ckpt_tools.core.box import is_flat
 from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.core.checksum import combine_crc64nvme, crc64nvme, hex64
 from ckpt_tools.core.plan import Plan, TensorPlan
@@ -26,8 +24,6 @@ from ckpt_tools.engine.schedule import Tile
 from ckpt_tools.errors import IntegrityError, printable
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.ranks.gloo import GlooGroup
-
-_LEAST_ROW_BYTES = 2048  # the fingerprint of shorter rows takes longer than reading them
 
 
 class _Sealed(NamedTuple):
@@ -56,10 +52,11 @@ class LoadProof:
             manifest: with the fingerprints; None if there is none.
             stored: the catalog with the names of the manifest.
             catalog: the catalog with the names of the load.
-            is_joint: several ranks will call `prove`.
+            is_joint: `prove` will be called, with a group of several ranks.
         """
         self.is_joint = is_joint
-        self._checks: list[Callable[[Collection[str]], None]] = []
+        self._checks: list[Callable[[Collection[str]], int]] = []
+        self._num_chunks: dict[str, int] = {}  # that wait for `prove`, by stored name
         self._read = Fingerprints()
         self._sealed: dict[str, _Sealed] = {}
         if manifest is None:
@@ -83,23 +80,33 @@ class LoadProof:
         """Adds what a reading has noted."""
         self._read.absorb(part.noted())
 
-    def check_later(self, check: Callable[[Collection[str]], None]) -> None:
+    def check_later(
+        self, num_chunks: Mapping[str, int], check: Callable[[Collection[str]], int]
+    ) -> None:
         """Takes a function that checks the CRC-32 of chunks that a reading has not checked.
 
-        It is called with the stored names of tensors that no fingerprint proves.
+        Args:
+            num_chunks: number of these chunks by stored name.
+            check: called with the stored names of tensors that no fingerprint proves. Returns the
+                number of proved chunks.
         """
         self._checks.append(check)
+        for name, count in num_chunks.items():
+            self._num_chunks[name] = self._num_chunks.get(name, 0) + count
 
-    def prove(self, group: GlooGroup, where: str) -> None:
+    def prove(self, group: GlooGroup, where: str) -> int:
         """Compares the fingerprints of tensors that all ranks have read together.
 
         Chunks of other tensors are compared with their CRC-32, if that has not been done.
+
+        Returns:
+            The number of chunks that were proved only now.
 
         Raises:
             IntegrityError: a tensor is not the sealed one.
         """
         if group.size == 1:
-            return  # each reading was compared
+            return 0  # each reading was compared
         what = f"compare the fingerprints of {where}"
         found = group.gather(_joined(self._read.noted), what)
         with group.phase(what):
@@ -110,13 +117,14 @@ class LoadProof:
             sealed = {name: known.crc64 for name, known in self._sealed.items()}
             unproved = [n for n in everything.noted.sizes if crcs.get(n) != sealed[n]]
         unproved = group.broadcast(unproved, what)
+        num_proved = sum(n for name, n in self._num_chunks.items() if name not in set(unproved))
         if not unproved:
-            return
-        with group.phase(what):
-            for check in self._checks:  # a CRC-32 also names the file
-                check(unproved)
+            return num_proved
+        with group.phase(what):  # a CRC-32 also names the file
+            num_proved += sum(check(unproved) for check in self._checks)
         with group.phase(what):
             _compare(self._sealed, crcs, where)
+        return num_proved
 
 
 class ShareProof:
@@ -131,21 +139,12 @@ class ShareProof:
         return {t.fqn for t in plan.tensors if t.is_complete and self._wants(t)}
 
     def parts(self, plan: Plan) -> set[str]:
-        """Returns the names of a plan whose tensors this reading notes completely, but in part.
-
-        Their bytes are proved if other ranks note the rest.
-        """
-        return {
-            t.fqn
-            for t in plan.tensors
-            if self._wants(t)
-            and not t.is_complete
-            and all(is_flat(slot.box, t.shape) for slot in t.slots)
-        }
+        """Returns the names of a plan's tensors that are proved if other ranks note the rest."""
+        return {t.fqn for t in plan.tensors if self._wants(t) and not t.is_complete}
 
     def note(self, tile: Tile, data: Bytes) -> None:
         """Notes the values of a tile."""
-        if not self._wants(tile.tensor) or not _is_cheap(tile):
+        if not self._wants(tile.tensor):
             return
         found = Fingerprints()
         found.add(tile, crc64nvme(data.data), data)
@@ -180,16 +179,6 @@ class ShareProof:
     def _wants(self, tensor: TensorPlan) -> bool:
         is_sealed = self._names.get(tensor.fqn, tensor.fqn) in self._sealed
         return is_sealed and tensor.src_dtype is tensor.dst_dtype
-
-
-def _is_cheap(tile: Tile) -> bool:
-    """Tells whether the values of a tile lie in long rows of its tensor."""
-    sizes, shape = tile.box.sizes, tile.tensor.shape
-    dim = len(shape) - 1
-    while dim > 0 and sizes[dim] == shape[dim]:
-        dim -= 1
-    row = math.prod(sizes[dim:]) * tile.tensor.src_dtype.itemsize
-    return row >= _LEAST_ROW_BYTES or is_flat(tile.box, shape)
 
 
 def _joined(noted: TensorHashes) -> TensorHashes:

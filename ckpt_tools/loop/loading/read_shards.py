@@ -195,12 +195,12 @@ class ShardReader(NamedTuple):
                 raise
             self.proof.absorb(part)
             if later - wrong:
-                self.proof.check_later(
-                    partial(self._check_chunks, _only(plan, later - wrong), real.found)
-                )
+                parts = _only(plan, later - wrong)
+                num_chunks = {self.names.get(t.fqn, t.fqn): len(t.used) for t in parts.tensors}
+                self.proof.check_later(num_chunks, partial(self._check_chunks, parts, real.found))
         self.report.read_nbytes += totals.read_nbytes
         self.report.num_proved += num_proved + sum(
-            len(t.used) for t in plan.tensors if t.fqn in proved | (later - wrong)
+            len(t.used) for t in plan.tensors if t.fqn in proved
         )
 
     def _proved_by_fingerprints(
@@ -217,11 +217,13 @@ class ShardReader(NamedTuple):
 
     def _check_chunks(
         self, plan: Plan, found: Mapping[Extent, Extent], names: Collection[str]
-    ) -> None:
-        """Reads tensors again, by stored name, and compares their chunks with their CRC-32."""
+    ) -> int:
+        """Reads tensors again, by stored name, and compares their chunks with their CRC-32.
+
+        Returns the number of proved chunks.
+        """
         chosen = {t.fqn for t in plan.tensors if self.names.get(t.fqn, t.fqn) in names}
-        if chosen:
-            self._read_found(_only(plan, chosen), found, HashSink(), set())
+        return self._read_found(_only(plan, chosen), found, HashSink(), set()) if chosen else 0
 
     def _read_found(
         self, plan: Plan, found: Mapping[Extent, Extent], sink: Sink, proved: set[str]

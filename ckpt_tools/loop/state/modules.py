@@ -9,6 +9,7 @@ Source: torch 2.13 `torch/distributed/checkpoint/state_dict.py`, `_get_fqns`.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,20 +34,31 @@ def module_state(module: nn.Module) -> dict[str, Any]:
         return module.state_dict()
 
 
-def load_module(module: nn.Module, values: Mapping[str, Any]) -> None:
-    """Loads a result of `module_state`. What `values` lacks stays as it is."""
+def load_module(module: nn.Module, values: Mapping[str, Any]) -> list[str]:
+    """Loads a result of `module_state`. What `values` lacks stays as it is.
+
+    Returns:
+        The names in `values` that the module does not take.
+    """
+    given: OrderedDict[str, Any] = OrderedDict(values)
+    # modules read older versions in another way; a checkpoint is taken for one of the present
+    given._metadata = OrderedDict(  # type: ignore[attr-defined]
+        (name, {"version": found._version})
+        for name, found in module.named_modules(remove_duplicate=False)
+    )
     if not _has_plain_names(module):
-        set_model_state_dict(module, dict(values), options=StateDictOptions(strict=False))
-        return
-    with torch.no_grad():
-        module.load_state_dict(values, strict=False)
+        done = set_model_state_dict(module, given, options=StateDictOptions(strict=False))
+    else:
+        with torch.no_grad():
+            done = module.load_state_dict(given, strict=False)
+    return list(getattr(done, "unexpected_keys", ()))  # an overridden method may return None
 
 
 def _has_plain_names(module: nn.Module) -> bool:
     """Tells whether torch would translate no name of a module's state dict."""
     return all(
-        is_ordinary(found)
-        and not isinstance(found, DistributedDataParallel)
+        not isinstance(found, (DistributedDataParallel, torch.jit.ScriptModule))
+        and is_ordinary(found)
         and not hasattr(found, "_fqn_modifiers")
         and WRAPPERS.isdisjoint(found._modules)
         for found in module.modules()

@@ -30,6 +30,7 @@ from ckpt_tools.loop.state.state_dict import (
     PerRank,
     RngState,
     calling,
+    flat_name,
     has_state,
     holders_of,
     is_plain,
@@ -100,7 +101,7 @@ def set_state_of_rank(value: Any, state: Any, path: Key) -> Any:
 
 def restore(
     state: MutableMapping[str, Any], values: Mapping[str, Any], paths: Mapping[str, Key]
-) -> None:
+) -> list[str]:
     """Restores values: objects with their own state load in place, plain values are replaced.
 
     Args:
@@ -108,9 +109,14 @@ def restore(
         values: values by flat name. An optimizer's parameter without values here gets no state. Any
             other object must be given completely, or not at all.
         paths: from `export`.
+
+    Returns:
+        The names of values that a module has exported and does not take back.
     """
     whole, at = _join_structures(values, {name: paths[name] for name in values})
-    _Restorer(holders_of(state)).visit(state, unflatten_state_dict(whole, at), ())
+    restorer = _Restorer(holders_of(state))
+    restorer.visit(state, unflatten_state_dict(whole, at), ())
+    return restorer.left
 
 
 def _join_structures(
@@ -141,6 +147,7 @@ class _Restorer:
 
     def __init__(self, holders: StateOwners) -> None:
         self.holders = holders
+        self.left: list[str] = []  # names that a module has exported and does not take back
 
     def visit(self, owner: Any, given: Any, path: Key) -> None:
         """Restores the entries of a container."""
@@ -153,7 +160,8 @@ class _Restorer:
     def _restore(self, owner: Any, key: Any, value: Any, new: Any, path: Key) -> None:
         if isinstance(value, nn.Module):
             with calling("load_state_dict", value, path):
-                load_module(value, new)
+                left = load_module(value, new)
+            self.left += [f"{flat_name(path)}.{name}" for name in left]
         elif isinstance(value, Optimizer) and not is_container(value):
             with calling("load_state_dict", value, path):
                 load_optimizer(value, new, self.holders, path)

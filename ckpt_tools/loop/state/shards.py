@@ -155,4 +155,5 @@ def alias_key(shard: Shard) -> Any:
     tensor = shard.tensor
     if not shard.nbytes or not has_own_memory(tensor):
         return None
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.stride(), shard.shape, shard.box)
+    where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.stride())
+    return (*where, tensor.is_conj(), tensor.is_neg(), shard.shape, shard.box)

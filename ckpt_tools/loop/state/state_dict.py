@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -573,7 +574,12 @@ def _is_walked_list(value: Any) -> bool:
 
 
 def _tied(model: nn.Module, exported: dict[str, Any]) -> dict[str, Any]:
-    """Returns the export with one tensor per tied weight; FSDP1 exports a copy for each name."""
+    """Returns the export with one tensor per tied weight; FSDP1 exports a copy for each name.
+
+    Other modules export live tensors, or what their hooks make of them.
+    """
+    if not any(isinstance(found, FullyShardedDataParallel) for found in model.modules()):
+        return exported
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         plain = _plain(name)

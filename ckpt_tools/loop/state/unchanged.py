@@ -54,6 +54,8 @@ def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor.dtype,
         tensor.shape,
         tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
     )
 
 
