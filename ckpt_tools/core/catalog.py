@@ -214,6 +214,13 @@ class Catalog:
 _MAX_NAME = 1 << 16
 
 
+def is_valid_name(fqn: str) -> bool:
+    """Tells whether every format can store a name: no lone surrogate, and not too long."""
+    return len(fqn) <= _MAX_NAME and (
+        fqn.isascii() or not any("\ud800" <= c <= "\udfff" for c in fqn)
+    )
+
+
 def check_names(catalog: Catalog) -> None:
     """Refuses names that no file could store again.
 
@@ -221,9 +228,7 @@ def check_names(catalog: Catalog) -> None:
         FormatError: a name contains a lone surrogate, or is too long for a parameter name.
     """
     for fqn in chain(catalog.tensors, catalog.objects, catalog.unread, catalog.unknown):
-        if len(fqn) > _MAX_NAME or (
-            not fqn.isascii() and any("\ud800" <= c <= "\udfff" for c in fqn)
-        ):
+        if not is_valid_name(fqn):
             raise FormatError(f"an entry's name is not valid, or too long: {printable(fqn)!r}")
     for entries in (catalog.tensors, catalog.objects):
         for fqn, entry in entries.items():

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.overrides import TorchFunctionMode
-from torch.testing._internal.two_tensor import TwoTensor
+from torch.testing._internal.subclasses import WrapperSubclass
 
 from ckpt_tools import CheckpointManager
 from ckpt_tools.loop.state import state_dict as exporting
@@ -493,8 +493,8 @@ def test_a_hidden_sparse_buffer_does_not_matter(tmp_path: Path) -> None:
 def test_tensors_that_wrap_others_are_not_taken_for_tied(tmp_path: Path) -> None:
     model = nn.Module()
     for name, value in (("a", 1.0), ("b", 2.0)):
-        both = TwoTensor(torch.full((3,), value), torch.full((3,), value))
-        model.register_parameter(name, nn.Parameter(both))
+        wrapped = WrapperSubclass(torch.full((3,), value))
+        model.register_parameter(name, nn.Parameter(wrapped))
     with CheckpointManager(tmp_path, keep_last=None, asynchronous=False) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(step, {"model": model})

@@ -62,9 +62,8 @@ def stored_state(catalog: Catalog) -> dict[str, dict[str, dict[str, StoredState]
     """
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for name, entry in catalog.tensors.items():
-        if ".state." not in f".{name}":
-            for plain in (strip_wrappers(name), strip_wrappers(name.partition(".")[2])):
-                shapes.setdefault(plain, set()).add(entry.shape)
+        for plain in (strip_wrappers(name), strip_wrappers(name.partition(".")[2])):
+            shapes.setdefault(plain, set()).add(entry.shape)
     found: dict[str, dict[str, dict[str, StoredState]]] = {"": {}}
     for name, entry in catalog.tensors.items():
         optimizer, is_state, rest = f".{name}".partition(".state.")

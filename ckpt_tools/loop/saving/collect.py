@@ -99,7 +99,7 @@ class Collector:
                 names = RankNames(found.infos, tuple(objects), values, paths)
         if votes.num_yes or request.names_differ:
             self._layout = None  # an interrupted agreement leaves none
-            self._layout = agree_layout(self._group, names)
+            self._layout = agree_layout(self._group, names, request.names_differ)
         assert self._layout is not None
         laps.lap("agree")
         tensors = [found.tensors[number] for number in self._layout.task.shards]

@@ -207,8 +207,13 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
 # ---- agreeing ------------------------------------------------------------------------------------
 
 
-def agree_layout(group: GlooGroup, names: RankNames) -> SaveLayout:
+def agree_layout(group: GlooGroup, names: RankNames, names_differ: bool = False) -> SaveLayout:
     """Returns the layout of a save. All ranks call it, each with its names.
+
+    Args:
+        group: all ranks.
+        names: of this rank.
+        names_differ: ranks may have tensors that other ranks lack.
 
     Raises:
         PlanError: ranks disagree about a tensor, have different values, or the shards leave a hole.
@@ -222,6 +227,8 @@ def agree_layout(group: GlooGroup, names: RankNames) -> SaveLayout:
             _check_values(
                 [g.values for g in gathered], {info.fqn for g in gathered for info in g.infos}
             )
+            if not names_differ:
+                _check_tensors([g.paths.keys() - {*g.objects} for g in gathered])
             tasks, head = assign(
                 [g.infos for g in gathered],
                 [g.objects for g in gathered],
@@ -256,6 +263,22 @@ def _check_values(values: Sequence[tuple[str, ...]], tensors: set[str]) -> None:
                     "give every rank the same keys; a value of which each rank has its own goes"
                     " into a PerRank"
                 ),
+            )
+
+
+def _check_tensors(names: Sequence[set[str]]) -> None:
+    """Refuses states in which the names of the tensors differ between ranks.
+
+    Raises:
+        PlanError: with the first name that differs.
+    """
+    for rank, mine in enumerate(names):
+        if mine != names[0]:
+            name = min(mine ^ names[0])
+            raise PlanError(
+                f"the states of rank 0 and rank {rank} differ: the tensor {printable(name)!r} is in"
+                f" the state of rank {0 if name in names[0] else rank} only",
+                hint="give every rank the same keys; stages of a pipeline pass names_differ=True",
             )
 
 

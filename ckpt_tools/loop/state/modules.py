@@ -57,8 +57,8 @@ def load_module(module: nn.Module, values: Mapping[str, Any]) -> list[str]:
 def _has_plain_names(module: nn.Module) -> bool:
     """Tells whether torch would translate no name of a module's state dict."""
     return all(
-        not isinstance(found, (DistributedDataParallel, torch.jit.ScriptModule))
-        and is_ordinary(found)
+        is_ordinary(found)
+        and not isinstance(found, DistributedDataParallel)
         and not hasattr(found, "_fqn_modifiers")
         and WRAPPERS.isdisjoint(found._modules)
         for found in module.modules()

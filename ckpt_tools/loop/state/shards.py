@@ -12,6 +12,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_tools.core.box import Box, whole
 from ckpt_tools.core.dtypes import BY_NAME, DType
@@ -67,7 +68,9 @@ def _pieces(
         ]
     if not isinstance(value, DTensor):
         _check_own_memory(fqn, value)
+        _check_one_tensor(fqn, value)
         return [(whole(value.shape), value.detach())]
+    _check_one_tensor(fqn, value._local_tensor)
     mesh, placements = value.device_mesh, value.placements
     if mesh.get_coordinate() is None:
         return []
@@ -117,6 +120,21 @@ def _check_own_memory(fqn: str, value: torch.Tensor) -> None:
             f" {list(value.stride())} ({printable(fqn)!r})",
             hint="it was expanded, and nothing could be loaded into it: call clone() on it first",
         )
+
+
+def _check_one_tensor(fqn: str, value: torch.Tensor) -> None:
+    """Refuses a tensor that consists of several: its elements do not tell those of all."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) and _num_tensors(value) > 1:
+        raise PlanError(
+            f"a tensor consists of several tensors: {type(value).__name__} ({printable(fqn)!r})",
+            hint="save the tensors that it consists of under names of their own",
+        )
+
+
+def _num_tensors(value: torch.Tensor) -> int:
+    if not is_traceable_wrapper_subclass(value):
+        return 1
+    return sum(_num_tensors(getattr(value, name)) for name in value.__tensor_flatten__()[0])
 
 
 def _dtype(fqn: str, value: torch.Tensor) -> DType:

@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ckpt_tools.core.catalog import is_valid_name
 from ckpt_tools.core.naming import WRAPPERS
 from ckpt_tools.errors import CheckpointError, PlanError, printable
 from ckpt_tools.loop.state.modules import module_state
@@ -264,25 +265,9 @@ def calling(method: str, value: Any, path: Key) -> Iterator[None]:
 
 def _frozen(module: nn.Module) -> set[str]:
     """Returns the names of the parameters that take no gradient, as a state dict names them."""
-    inside = [
-        f"{name}.module." if name else "module."
-        for name, wrapper in module.named_modules()
-        if isinstance(wrapper, DistributedDataParallel)
-    ]
     found = module.named_parameters(remove_duplicate=False)
-    return {
-        _plain(_without_ddp(name, inside))
-        for name, parameter in found
-        if not parameter.requires_grad
-    }
-
-
-def _without_ddp(name: str, inside: Sequence[str]) -> str:
-    """Returns a name without the segment `module` of each DDP, of which `inside` has the paths."""
-    for prefix in sorted(inside, key=len, reverse=True):
-        if name.startswith(prefix):
-            name = prefix.removesuffix("module.") + name.removeprefix(prefix)
-    return name
+    frozen = [name for name, parameter in found if not parameter.requires_grad]
+    return {plain for name in frozen for plain in _get_fqns(module, name)}
 
 
 # ---- export --------------------------------------------------------------------------------------
@@ -335,6 +320,7 @@ def export(
     exporter.result.roots = {str(key) for key in state}
     exporter.visit_container(state, ())
     exporter.check_meta()
+    exporter.check_names()
     result = exporter.result
     if only:
         result.leave_out(only if callable(only) else lambda name: name not in result.frozen)
@@ -527,6 +513,16 @@ class _Exporter:
                 ),
             )
         return name
+
+    def check_names(self) -> None:
+        """Refuses names that no checkpoint can store.
+
+        Raises:
+            PlanError: there is such a name.
+        """
+        for name in (*(self.result.tensors.keys() - self.reused), *self.result.objects):
+            if not is_valid_name(name):
+                raise PlanError(f"a name is not valid, or too long: {printable(name)[:200]!r}")
 
     def check_meta(self) -> None:
         """Refuses tensors without memory.

@@ -197,7 +197,8 @@ def _is_ordinary_kind(kind: type[nn.Module]) -> bool:
 def is_ordinary(module: nn.Module) -> bool:
     """Tells whether a module's own entries in a state dict are its parameters and buffers."""
     return (
-        _is_ordinary_kind(type(module))
+        not isinstance(module, torch.jit.ScriptModule)  # its tables are not dicts
+        and _is_ordinary_kind(type(module))
         and not _has_overrides(module)
         and not module._state_dict_hooks
         and all(map(_only_reshards, module._state_dict_pre_hooks.values()))
