@@ -18,9 +18,10 @@ from ckpt_tools import CheckpointError, IntegrityError
 path, wrong = sys.argv[1:]
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-placements = {"rows": Shard(0), "columns": Shard(1), "same": Replicate()}
+placements = {"rows": Shard(0), "columns": Shard(1), "same": Replicate(), "narrow": Shard(1)}
+width = {name: 30 if name == "narrow" else 3000 for name in placements}
 state = {
-    name: distribute_tensor(torch.zeros(6, 3000), mesh, [placement])
+    name: distribute_tensor(torch.zeros(6, width[name]), mesh, [placement])
     for name, placement in placements.items()
 }
 try:
@@ -33,5 +34,5 @@ except CheckpointError as error:
 else:
     assert wrong == "none", wrong
     for number, name in enumerate(placements):
-        assert torch.equal(state[name].full_tensor(), torch.full((6, 3000), number + 1.0))
+        assert torch.equal(state[name].full_tensor(), torch.full((6, width[name]), number + 1.0))
 dist.destroy_process_group()

@@ -75,11 +75,15 @@ def test_a_flipped_bit_in_safetensors_is_found(tmp_path: Path) -> None:
     ckpt_tools.load(path, {"model": {k: v.double() for k, v in zeros().items()}}, cast=True)
 
 
-@pytest.mark.parametrize("wrong", ["none", "rows", "columns", "same"])
+@pytest.mark.parametrize("wrong", ["none", "rows", "columns", "same", "narrow"])
 def test_ranks_find_a_flipped_bit_together(wrong: str, tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
-    names = ("rows", "columns", "same")
-    save_file({n: torch.full((6, 3000), i + 1.0) for i, n in enumerate(names)}, path)
+    names = ("rows", "columns", "same", "narrow")
+    widths = (3000, 3000, 3000, 30)
+    values = {
+        n: torch.full((6, w), i + 1.0) for i, (n, w) in enumerate(zip(names, widths, strict=True))
+    }
+    save_file(values, path)
     ckpt_tools.seal(path)
     if wrong != "none":
         value = struct.pack("<f", names.index(wrong) + 1.0)
