@@ -41,13 +41,23 @@ def tuple_after_build() -> bytes:
     return b"\x80\x02}N" + b"\x85Nb" * 5000 + b"Ns."
 
 
-def tuples_within_states() -> bytes:
+def tuples_within_states(first: bytes = b"N\x85") -> bytes:
     """Each object's state is remembered, and holds the state before it eight times."""
     levels = b"".join(
         b"h\x02)\x81}(Nh\x02)\x81(" + bytes([ord("h"), 3 + n]) * 8 + b"t\x94bub" for n in range(20)
     )
     last = b"}" + bytes([ord("h"), 23]) + b"Nse."
-    return b"\x80\x04](" + known(b"TensorProperties") + b"N\x85\x94" + levels + last
+    return b"\x80\x04](" + known(b"TensorProperties") + first + b"\x94" + levels + last
+
+
+def tuples_of_no_tuple() -> bytes:
+    """The same, and the first value is none."""
+    return tuples_within_states(b"N")
+
+
+def tuples_in_separate_runs() -> bytes:
+    """The same, in runs of one object each."""
+    return tuples_within_states(b"N").replace(b"bubh\x02", b"bubNh\x02")
 
 
 def remembered_again() -> bytes:
@@ -84,6 +94,8 @@ def long_integers_again() -> bytes:
 HIDDEN = {
     tuple_after_build: "a tuple holds more than 4096",
     tuples_within_states: "a tuple holds more than 4096",
+    tuples_of_no_tuple: "a tuple holds more than 4096",
+    tuples_in_separate_runs: "a tuple holds more than 4096",
     remembered_again: "keys of its dicts are tuples",
     beside_a_heavy_value: "keys of its dicts are tuples",
     long_integers_again: "keys of its dicts are integers",

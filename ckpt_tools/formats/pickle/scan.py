@@ -113,6 +113,7 @@ class _Walk:
         self.num_long_keys = self.num_tuple_keys = 0
         self.heavy: dict[int, int] = {}  # weights of remembered values that are not light
         self.memo = bytearray()  # for each value that MEMOIZE remembers, whether a run made a tuple
+        self.light = set[bytes]()  # opcodes that take a light value from the memo
         self.frame_end = 0  # of the present frame
 
     def run(self) -> None:
@@ -162,7 +163,7 @@ class _Walk:
                 f"refused a pickle of protocol {self.data[1]} with an opcode of protocol 4"
                 f" ({self.where})"
             )
-        if b"t\x94" in opcodes and not all(map(self._is_light, _ARGUMENTS.findall(phrase))):
+        if b"t\x94" in opcodes and not self._has_light_values(phrase):
             return False
         count = opcodes.count(b"ub") if kind == "objects" else 1
         self.stack += [_LIGHT if kind == "size" else _WEIGHT] * count
@@ -171,12 +172,18 @@ class _Walk:
         self.memo += opcodes.replace(b"\x94", b"\x00").translate(None, _NO_MARKS)
         return True
 
-    def _is_light(self, argument: bytes) -> bool:
-        """Tells whether an opcode with its argument gives no tuple, and no value of many parts."""
-        if argument[:1] not in b"hj":
-            return True
-        weight = self._seen(int.from_bytes(argument[1:], "little"))
-        return weight <= _LIGHT and not weight % _WEIGHT
+    def _has_light_values(self, phrase: bytes) -> bool:
+        """Tells whether a run takes no value of many parts from the memo.
+
+        The weight of a tuple that a run has made is not known, so it counts as such a value.
+        """
+        for argument in {*_ARGUMENTS.findall(phrase)} - self.light:
+            if argument[:1] in b"hj":
+                index = int.from_bytes(argument[1:], "little")
+                if index >= len(self.memo) or self._seen(index) > _LIGHT:
+                    return False
+                self.light.add(argument)
+        return True
 
     def _seen(self, index: int) -> int:
         """Returns the weight of a remembered value."""
