@@ -6,12 +6,13 @@ The stand-in for all other objects is here too.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckpt_tools.formats.pickle.write import CounterValue
 
 SCALAR_KEYS = (str, int, float, bool, type(None))
+_LONG_INT, _MANY_LONGS = 1 << 40, 1000
 
 
 class NumpyNumber:
@@ -135,9 +136,21 @@ def _complex(real: object = 0.0, imaginary: object = 0.0) -> object:
     return NumpyComplex(real, imaginary)
 
 
+def may_hash_alike(keys: Iterable[object]) -> bool:
+    """Tells whether there are so many long integers that equal hashes could take minutes.
+
+    A pickle can remember such keys once, and make a thousand sets or dicts of them.
+    """
+    return sum(1 for key in keys if type(key) is int and abs(key) >= _LONG_INT) > _MANY_LONGS
+
+
 def _set(items: object = ()) -> object:
     """Returns a set of scalars, or a stand-in for any other set, whose items may compare slowly."""
-    if not isinstance(items, (list, tuple)) or not all(type(item) in SCALAR_KEYS for item in items):
+    if (
+        not isinstance(items, (list, tuple))
+        or not all(type(item) in SCALAR_KEYS for item in items)
+        or may_hash_alike(items)
+    ):
         return type("Foreign", (OpaqueObject,), {"label": "set"})(items)
     return set(items)
 

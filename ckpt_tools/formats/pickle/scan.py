@@ -20,7 +20,7 @@ _MAX_LONG_BYTES = 64  # the state of a random generator has 128 bits and more
 # with many such keys takes hours. So a weight also has the number of tuples and the number of such
 # integers in a value, and such keys of dicts are counted. Checkpoints have few.
 _TUPLE, _LONG_INT, _WEIGHT = 1, 1 << 20, 1 << 40
-_LONG_BYTES, _MAX_LONG_KEYS, _MAX_TUPLE_KEYS = 6, 10_000, 2_000
+_LONG_BYTES, _MAX_LONGS, _MAX_TUPLE_KEYS = 6, 10_000, 2_000
 # limit for a tuple: its elements with all their contents; torch's tuples have dozens
 _MAX_WEIGHT = 4096 * _WEIGHT
 _LIGHT = 6 * _WEIGHT  # at least the weight of a Size of three dims with its arguments
@@ -110,7 +110,7 @@ class _Walk:
         self.data, self.where, self.with_persistent_ids = data, where, with_persistent_ids
         self.stack: list[int] = []
         self.marks: list[int] = []
-        self.num_long_keys = self.num_tuple_keys = 0
+        self.num_longs = self.num_long_keys = self.num_tuple_keys = 0
         self.heavy: dict[int, int] = {}  # weights of remembered values that are not light
         self.memo = bytearray()  # for each value that MEMOIZE remembers, whether a run made a tuple
         self.light = set[bytes]()  # opcodes that take a light value from the memo
@@ -259,7 +259,7 @@ class _Walk:
                 self.num_long_keys += 1
         for count, most, kind in (
             (self.num_tuple_keys, _MAX_TUPLE_KEYS, "tuples"),
-            (self.num_long_keys, _MAX_LONG_KEYS, f"integers of {_LONG_BYTES} bytes or more"),
+            (self.num_long_keys, _MAX_LONGS, f"integers of {_LONG_BYTES} bytes or more"),
         ):
             if count > most:
                 raise UnsafePickleError(
@@ -310,6 +310,12 @@ class _Walk:
             raise self._refused(opcode, at)
         is_long = opcode == b"\x8a" and number[:1] >= bytes([_LONG_BYTES])
         self.stack.append(_WEIGHT + _LONG_INT * is_long)
+        self.num_longs += is_long
+        if self.num_longs > _MAX_LONGS:  # a call can make a set of them, or a dict
+            raise UnsafePickleError(
+                f"refused a pickle: it has more than {_MAX_LONGS} integers of {_LONG_BYTES} bytes"
+                f" or more ({self.where})"
+            )
         if opcode in (b"\x8c", b"\x8a"):
             return at + 2 + int.from_bytes(number[:1], "little")
         if opcode == b"X":

@@ -23,6 +23,7 @@ from ckpt_tools.formats.pickle.plain_values import (
     NumpyComplex,
     NumpyNumber,
     OpaqueObject,
+    may_hash_alike,
     plain_types,
 )
 from ckpt_tools.formats.pickle.write import CounterValue, Device
@@ -173,6 +174,8 @@ def _ordered_dict(kind: Callable[..., dict[Any, Any]], items: object = ()) -> di
         for item in items
     ):
         raise TypeError("not the pairs of an OrderedDict")
+    if may_hash_alike(key for key, _ in items):
+        raise TypeError("too many long integers as the keys of an OrderedDict")
     return kind(items)
 
 
