@@ -289,6 +289,16 @@ class _Walk:
         del self.stack[start:]
         self.stack[-1] = self.stack[-1] + weight if is_kept else weight
 
+    def _push_number(self, is_long: bool) -> None:
+        """Adds a text or a number. Long integers are counted: a call can make a set of them."""
+        self.stack.append(_WEIGHT + _LONG_INT * is_long)
+        self.num_longs += is_long
+        if self.num_longs > _MAX_LONGS:
+            raise UnsafePickleError(
+                f"refused a pickle: it has more than {_MAX_LONGS} integers of {_LONG_BYTES} bytes"
+                f" or more ({self.where})"
+            )
+
     def _with_argument(self, opcode: bytes, at: int) -> int:
         """Processes an opcode with a length, an index or a name; returns the position after it."""
         data, number = self.data, self.data[at + 1 : at + 5]
@@ -308,14 +318,7 @@ class _Walk:
             return at + 1
         if opcode == b"\x8a" and number[:1] > bytes([_MAX_LONG_BYTES]):
             raise self._refused(opcode, at)
-        is_long = opcode == b"\x8a" and number[:1] >= bytes([_LONG_BYTES])
-        self.stack.append(_WEIGHT + _LONG_INT * is_long)
-        self.num_longs += is_long
-        if self.num_longs > _MAX_LONGS:  # a call can make a set of them, or a dict
-            raise UnsafePickleError(
-                f"refused a pickle: it has more than {_MAX_LONGS} integers of {_LONG_BYTES} bytes"
-                f" or more ({self.where})"
-            )
+        self._push_number(opcode == b"\x8a" and number[:1] >= bytes([_LONG_BYTES]))
         if opcode in (b"\x8c", b"\x8a"):
             return at + 2 + int.from_bytes(number[:1], "little")
         if opcode == b"X":
