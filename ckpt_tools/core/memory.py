@@ -25,7 +25,7 @@ def no_gc() -> Iterator[None]:
 
 
 def trimmer() -> Callable[[int], int] | None:
-    """Returns the C library's function that gives its free memory back; None if it has none.
+    """Returns the C library's `malloc_trim`, which gives free memory back; None if there is none.
 
     glibc keeps up to 64 MiB of what a process has freed. Python's own objects cannot use this
     memory, because they live elsewhere.

@@ -290,7 +290,10 @@ class _Walk:
         self.stack[-1] = self.stack[-1] + weight if is_kept else weight
 
     def _push_number(self, is_long: bool) -> None:
-        """Adds a text or a number. Long integers are counted: a call can make a set of them."""
+        """Adds the weight of a string or a number, and counts long integers.
+
+        They are counted here too, because a call can make a set of them.
+        """
         self.stack.append(_WEIGHT + _LONG_INT * is_long)
         self.num_longs += is_long
         if self.num_longs > _MAX_LONGS:
