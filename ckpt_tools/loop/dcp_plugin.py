@@ -16,7 +16,8 @@ import dataclasses
 import io
 import os
 import pickle
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
@@ -45,6 +47,7 @@ from torch.futures import Future
 
 from ckpt_tools.core.box import Box
 from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.logs import log
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.base import new_attempt
@@ -54,6 +57,7 @@ from ckpt_tools.formats.registry import Source
 from ckpt_tools.loop.loading.load_request import LoadReport
 from ckpt_tools.loop.loading.proof import LoadProof
 from ckpt_tools.loop.loading.read_shards import fill
+from ckpt_tools.loop.saving.copies import Proof, copies_differ, differing_note, digests
 from ckpt_tools.loop.saving.write import (
     NOTHING,
     RankFile,
@@ -79,10 +83,14 @@ _TRUST = "save plain values and tensors, or pass trust_pickle=True to the writer
 
 
 class _Order(NamedTuple):
-    """The coordinator's message to a rank: the attempt, and the rank's number."""
+    """The coordinator's message to a rank: the attempt, and the rank's number.
+
+    `copies` has the numbers of the rank's tensors that other ranks hold, too.
+    """
 
     attempt: str
     rank: int
+    copies: tuple[int, ...]
 
 
 class _WriteResult(NamedTuple):
@@ -91,6 +99,12 @@ class _WriteResult(NamedTuple):
     info: _StorageInfo
     share: int
     part: RankFile | None
+
+
+class _CopyResult(NamedTuple):
+    """A rank's message to the coordinator: the checksums of the copies that it holds."""
+
+    digests: dict[MetadataIndex, int]
 
 
 class StorageWriter(storage.StorageWriter):
@@ -109,6 +123,7 @@ class StorageWriter(storage.StorageWriter):
         overwrite: bool = False,
         jobs: int = 2,
         trust_pickle: bool = False,
+        replicas: str = Proof.CHECK,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Stores the path and the options.
@@ -121,9 +136,13 @@ class StorageWriter(storage.StorageWriter):
             jobs: threads on each rank.
             trust_pickle: save values that cannot be loaded without running a pickle's code. The
                 reader then needs this option, too.
+            replicas: `"check"` compares the copies of a tensor that several ranks hold, and refuses
+                a difference; the statistics of batch norms come from the lowest rank. `"trust"`
+                compares nothing.
             storage_options: of the object store, as fsspec takes them.
         """
         super().__init__()
+        self._proof, self._items = Proof.of(replicas), list[WriteItem]()
         self.path, self.overwrite, self.jobs, self._options = path, overwrite, jobs, storage_options
         self._trust_pickle = trust_pickle
         self._is_collective = True
@@ -151,7 +170,9 @@ class StorageWriter(storage.StorageWriter):
         self._is_collective = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
+        """Tells the coordinator all tensors of this rank: the planner drops all copies but one."""
+        self._items = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        return dataclasses.replace(plan, storage_data=[item.index for item in self._items])
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Creates the staging directory, on the coordinator.
@@ -173,10 +194,27 @@ class StorageWriter(storage.StorageWriter):
         attempt, self._num_ranks = new_attempt(), len(plans)
         self._stack = ExitStack()
         self._staged = self._stack.enter_context(target.stage(attempt, self.overwrite))
-        return [
-            dataclasses.replace(plan, storage_data=_Order(attempt, rank))
-            for rank, plan in enumerate(plans)
+        held = [plan.storage_data or [] for plan in plans]
+        count = Counter(index for mine in held for index in mine)
+        owners = {index: rank for rank, mine in reversed([*enumerate(held)]) for index in mine}
+        moved = [
+            (item, owners[item.index])
+            for plan in plans
+            for item in plan.items
+            if count[item.index] > 1 and _may_differ(item.index.fqn)
         ]
+        found = []
+        for rank, (plan, mine) in enumerate(zip(plans, held, strict=True)):
+            others = [i for i in plan.items if count[i.index] < 2 or not _may_differ(i.index.fqn)]
+            copies = tuple(n for n, index in enumerate(mine) if count[index] > 1)
+            found.append(
+                dataclasses.replace(
+                    plan,
+                    items=[*others, *(item for item, owner in moved if owner == rank)],
+                    storage_data=_Order(attempt, rank, copies),
+                )
+            )
+        return found
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items.
@@ -216,19 +254,22 @@ class StorageWriter(storage.StorageWriter):
         ]
         told += [(item, *saved) for item, saved in zip(objects, part.objects, strict=True)]
         alone = part._replace(objects=(), shares={})
+        results = [
+            WriteResult(
+                item.index,
+                nbytes,
+                _WriteResult(_StorageInfo(name, start, nbytes), share, None if number else alone),
+            )
+            for number, (item, start, nbytes, share) in enumerate(told)
+        ]
+        if order.copies and self._proof is not Proof.TRUST:
+            copies = [self._items[number] for number in order.copies]
+            held = [planner.resolve_data(item) for item in copies]
+            found = digests([value.detach() for value in held if isinstance(value, torch.Tensor)])
+            proof = _CopyResult({i.index: d for i, d in zip(copies, found, strict=True)})
+            results.append(WriteResult(copies[0].index, 0, proof))
         done: Future[list[WriteResult]] = Future()
-        done.set_result(
-            [
-                WriteResult(
-                    item.index,
-                    nbytes,
-                    _WriteResult(
-                        _StorageInfo(name, start, nbytes), share, None if number else alone
-                    ),
-                )
-                for number, (item, start, nbytes, share) in enumerate(told)
-            ]
-        )
+        done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -237,13 +278,21 @@ class StorageWriter(storage.StorageWriter):
         Raises:
             StorageError: a file is not as its rank wrote it, or the commit failed. Then nothing is
                 visible.
+            PlanError: copies of a tensor differ between ranks.
         """
         assert self._staged is not None
+        try:
+            _check_copies(results)
+        except PlanError:
+            self._close()
+            raise
         parts = [NOTHING] * self._num_ranks
         fingerprints: dict[str, int] = {}
         metadata.storage_data = {}
         for rank, wrote in enumerate(results):
             for result in wrote:
+                if isinstance(result.storage_data, _CopyResult):
+                    continue
                 info, share, part = result.storage_data
                 parts[rank] = part or parts[rank]
                 fingerprints[result.index.fqn] = fingerprints.get(result.index.fqn, 0) ^ share
@@ -274,6 +323,40 @@ class StorageWriter(storage.StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return "::" not in str(checkpoint_id)
+
+
+def _may_differ(fqn: str) -> bool:
+    """Tells whether a tensor may differ between ranks in an honest job.
+
+    A plan does not say what a buffer is. So only the buffers of torch's batch norms are known.
+    """
+    return fqn.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
+
+
+def _check_copies(results: Sequence[Sequence[WriteResult]]) -> None:
+    """Compares the checksums of the copies of all ranks.
+
+    Raises:
+        PlanError: they differ.
+    """
+    copies: dict[MetadataIndex, list[tuple[int, int]]] = {}
+    for rank, wrote in enumerate(results):
+        for result in wrote:
+            if isinstance(result.storage_data, _CopyResult):
+                for index, digest in result.storage_data.digests.items():
+                    copies.setdefault(index, []).append((rank, digest))
+    wrong, free = list[tuple[str, list[int]]](), dict[str, None]()
+    for index, found in copies.items():
+        (first, digest), *others = found
+        differing = [rank for rank, other in others if other != digest]
+        if differing and _may_differ(index.fqn):
+            free[index.fqn] = None
+        elif differing:
+            wrong.append((index.fqn, [first, *differing]))
+    if wrong:
+        raise copies_differ(wrong)
+    if free:
+        log.warning("%s", differing_note(list(free)))
 
 
 def _box(chunk: ChunkStorageMetadata) -> Box:

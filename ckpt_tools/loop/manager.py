@@ -50,6 +50,7 @@ from ckpt_tools.loop.preemption import Preemption
 from ckpt_tools.loop.save_times import SaveTimes
 from ckpt_tools.loop.saving.background import BackgroundWriter, PendingSave
 from ckpt_tools.loop.saving.collect import Collected, Collector, SaveRequest
+from ckpt_tools.loop.saving.copies import Proof
 from ckpt_tools.loop.saving.hooks import Hooks, OnCommit, OnError
 from ckpt_tools.loop.saving.huggingface_copies import HuggingFace, HuggingFaceWriter
 from ckpt_tools.loop.saving.limits import WriteLimits
@@ -121,6 +122,7 @@ class CheckpointManager:
         writer_jobs: int | None = None,
         writer_nice: int = 0,
         max_mbps: float | None = None,
+        replicas: str = Proof.FIRST_SAVE,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Claims a directory for this job, and removes unfinished files of dead jobs from it.
@@ -173,6 +175,11 @@ class CheckpointManager:
             writer_nice: niceness of these threads, 0 to 19.
             max_mbps: megabytes per second that a background save writes on each rank, at most. The
                 limit ends when the loop waits for the save.
+            replicas: when the copies are compared that several ranks hold of a parameter or an
+                optimizer state (DDP, HSDP, replicated tensors). A difference is an error.
+                `"check"` compares all at every save. `"first-save"` compares all at the first save,
+                and then a part at each save, in turn. `"trust"` compares nothing, and stores any of
+                them.
             storage_options: options of the object store, in fsspec's form.
 
         Raises:
@@ -195,6 +202,7 @@ class CheckpointManager:
             save_every_s=save_every_s,
             writer_jobs=writer_jobs,
         )
+        proof = Proof.of(replicas)
         self._jobs = num_threads(jobs, ranks_on_host(), is_beside_training=True)
         limits = WriteLimits(writer_jobs or self._jobs, writer_nice, max_mbps)
         # absolute: the job may change its working directory
@@ -213,7 +221,7 @@ class CheckpointManager:
             GlooGroup(timeout_s, process_group),
         )
         self._stage, self._pid, self._process_group = Stager(), os.getpid(), process_group
-        self._timeout_s, self._collector = timeout_s, Collector(self._group)
+        self._timeout_s, self._collector = timeout_s, Collector(self._group, proof)
         there = open_root(mirror, storage_options) if mirror is not None else None
         self.statistics = statistics
         self._candidates = Candidates(self._root, there, storage_options, allow_not_finite)

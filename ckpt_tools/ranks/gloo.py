@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -207,6 +208,15 @@ class GlooGroup(RankSet):
                 ),
             )
         return found[2:].tolist()  # type: ignore[no-any-return]
+
+    def max(self, values: npt.NDArray[np.int64], what: str) -> list[int]:
+        """Returns the element-wise maximum over all ranks, on every rank. Changes `values`."""
+        if not self._is_alone:
+            self._call(
+                what,
+                lambda: dist.all_reduce(torch.from_numpy(values), dist.ReduceOp.MAX, self._pg),
+            )
+        return values.tolist()  # type: ignore[no-any-return]
 
     def xor(self, values: Sequence[int], what: str) -> list[int]:
         """Returns the element-wise exclusive-or over all ranks of values below 2**64.

@@ -384,7 +384,7 @@ def test_saves_and_loads_tell_the_time_of_each_phase(tmp_path: Path, ckpt: Run) 
         checkpoints.save(2, state, asynchronous=False)
         report = checkpoints.last_save
         assert report is not None
-        phases = ["wait", "collect", "agree", "copy", "write", "fsync", "commit"]
+        phases = ["wait", "collect", "agree", "compare", "copy", "write", "fsync", "commit"]
         assert list(report.timing) == phases and all(v >= 0 for v in report.timing.values())
         checkpoints.resume(state)
         assert checkpoints.last_load is not None

@@ -9,12 +9,13 @@ Imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from ckpt_tools.core.laps import Laps
+from ckpt_tools.loop.saving.copies import Proof
 from ckpt_tools.loop.saving.save import RankNames, SaveExtras, SaveLayout, agree_layout, extras_of
 from ckpt_tools.loop.state.optimizers import StateOwners
 from ckpt_tools.loop.state.pack_objects import checksums, pack_objects, refuse_conflicts
@@ -67,9 +68,9 @@ class Collected(NamedTuple):
 class Collector:
     """Collects the states of one loop, and remembers what stays the same."""
 
-    def __init__(self, group: GlooGroup) -> None:
-        """Stores the group of all ranks."""
-        self._group, self._cache = group, StateCache()
+    def __init__(self, group: GlooGroup, proof: Proof) -> None:
+        """Stores the group of all ranks, and how often their copies are compared."""
+        self._group, self._proof, self._cache = group, proof, StateCache()
         self._layout: SaveLayout | None = None
 
     def collect(self, request: SaveRequest, laps: Laps) -> Collected:
@@ -84,7 +85,8 @@ class Collector:
             exported, found = self._export(request)
             if not request.names_differ:
                 objects, paths = pack_objects(exported, rank)
-                names = RankNames(found.infos, tuple(objects), _values(exported), paths)
+                values = _values(exported)
+                names = RankNames(found.infos, tuple(objects), values, paths, exported.kinds)
                 votes.mine = self._layout is None or names != self._layout.names
         laps.lap("collect")
         if request.names_differ:
@@ -96,12 +98,15 @@ class Collector:
                 refuse_conflicts(named)
                 objects, paths = pack_objects(exported, rank, below)
                 values = _values(exported, names_differ=True)
-                names = RankNames(found.infos, tuple(objects), values, paths)
+                names = RankNames(found.infos, tuple(objects), values, paths, exported.kinds)
         if votes.num_yes or request.names_differ:
             self._layout = None  # an interrupted agreement leaves none
-            self._layout = agree_layout(self._group, names, request.names_differ)
+            self._layout = agree_layout(self._group, names, self._proof, request.names_differ)
         assert self._layout is not None
         laps.lap("agree")
+        notes = self._layout.copies.prove(self._group, found.tensors)
+        extras = replace(extras, notes=notes)
+        laps.lap("compare")
         tensors = [found.tensors[number] for number in self._layout.task.shards]
         return Collected(extras, tensors, objects, self._layout, exported.owners)
 

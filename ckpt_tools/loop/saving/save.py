@@ -27,6 +27,7 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, Template, TensorMeta
 from ckpt_tools.formats.registry import is_ours
+from ckpt_tools.loop.saving.copies import CopyProof, CopyTask, Proof, copy_tasks
 from ckpt_tools.loop.saving.write import (
     FilePlan,
     RankFile,
@@ -37,7 +38,7 @@ from ckpt_tools.loop.saving.write import (
     write_part,
 )
 from ckpt_tools.loop.state.device_statistics import DeviceMoments, moments_by_name
-from ckpt_tools.loop.state.shard_info import ShardInfo
+from ckpt_tools.loop.state.shard_info import CopyKind, ShardInfo
 from ckpt_tools.loop.state.state_dict import Only
 from ckpt_tools.publish.base import Attempt, Destination
 from ckpt_tools.publish.manifest import Manifest, SealedTensor
@@ -51,11 +52,13 @@ class WriteTask(NamedTuple):
         shards: indices into the rank's `ShardInfo` list.
         numbers: for each of them, the tensor's number among all tensors.
         num_tensors: number of all tensors.
+        copies: shards that other ranks hold, too, whichever of them writes.
     """
 
     shards: tuple[int, ...]
     numbers: tuple[int, ...]
     num_tensors: int
+    copies: CopyTask = CopyTask()
 
 
 class MetadataHead(NamedTuple):
@@ -78,25 +81,28 @@ class RankNames(NamedTuple):
         objects: the objects that it writes.
         values: all values that are not tensors. Rank 0 writes those that are not per rank.
         paths: the path of keys to every name.
+        kinds: of tensors for which a difference between ranks is not just an error.
     """
 
     infos: tuple[ShardInfo, ...]
     objects: tuple[str, ...]
     values: tuple[str, ...]
     paths: Mapping[str, tuple[str | int, ...]]
+    kinds: Mapping[str, CopyKind] = {}
 
 
 @dataclass(slots=True)
 class SaveLayout:
     """The agreed layout of a save, as one rank needs it. It is kept from save to save.
 
-    `names` has the names that this rank brought.
+    `names` has the names that this rank brought, and `copies` the proof of what others hold, too.
     """
 
     names: RankNames
     task: WriteTask
     file: FilePlan
     head: MetadataHead | None
+    copies: CopyProof
 
 
 @dataclass(slots=True)
@@ -146,6 +152,7 @@ class SaveExtras:
         before: the step that was saved last, with the same layout, to measure changes from.
         measured: the statistics of this rank's shards on an accelerator.
         timing: seconds of the phases before the write.
+        notes: on rank 0, remarks on the state.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -155,6 +162,7 @@ class SaveExtras:
     before: Path | None = None
     measured: DeviceMoments | None = None
     timing: Mapping[str, float] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
 
 def extras_of(
@@ -207,12 +215,15 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
 # ---- agreeing ------------------------------------------------------------------------------------
 
 
-def agree_layout(group: GlooGroup, names: RankNames, names_differ: bool = False) -> SaveLayout:
+def agree_layout(
+    group: GlooGroup, names: RankNames, proof: Proof, names_differ: bool = False
+) -> SaveLayout:
     """Returns the layout of a save. All ranks call it, each with its names.
 
     Args:
         group: all ranks.
         names: of this rank.
+        proof: how often the copies of several ranks are compared.
         names_differ: ranks may have tensors that other ranks lack.
 
     Raises:
@@ -233,10 +244,11 @@ def agree_layout(group: GlooGroup, names: RankNames, names_differ: bool = False)
                 [g.infos for g in gathered],
                 [g.objects for g in gathered],
                 {k: v for g in reversed(gathered) for k, v in g.paths.items()},
+                {k: v for g in gathered for k, v in g.kinds.items()},
             )
     task = group.scatter(tasks, "agree on the layout")
     file = plan_file(group.rank, [names.infos[i] for i in task.shards])
-    return SaveLayout(names, task, file, head)
+    return SaveLayout(names, task, file, head, CopyProof(task.copies, names.infos, proof))
 
 
 def _check_values(values: Sequence[tuple[str, ...]], tensors: set[str]) -> None:
@@ -286,15 +298,18 @@ def assign(
     infos: Sequence[Sequence[ShardInfo]],
     objects: Sequence[tuple[str, ...]],
     paths: Mapping[str, tuple[str | int, ...]],
+    kinds: Mapping[str, CopyKind] | None = None,
 ) -> tuple[list[WriteTask], MetadataHead]:
     """Decides which rank writes which shard.
 
-    Each shard is written once. Replicas are spread so that all ranks write about as many bytes.
+    Each shard is written once. Copies are spread so that all ranks write about as many bytes. Those
+    that may differ come from the lowest rank that holds them, so that they belong together.
 
     Args:
         infos: the shards of each rank.
         objects: per rank, the names of the objects that it writes.
         paths: the path of keys to every name.
+        kinds: of the tensors whose copies may differ.
 
     Returns:
         The task of each rank, and the metadata that rank 0 needs to commit.
@@ -318,9 +333,12 @@ def assign(
             # DCP keeps one chunk per offset: of several empty ones, the first
             key = (info.fqn, info.box.offsets)
             if boxes.setdefault(key, info.box).numel < info.box.numel:
+                _check_same_split(info, rank, boxes[key], holders.get(key, ()))
                 boxes[key], holders[key] = info.box, []
             if boxes[key] == info.box:
                 holders.setdefault(key, []).append((rank, number))
+            else:
+                _check_same_split(info, rank, boxes[key], holders[key])
             if info.box.numel:
                 partners.setdefault(info.fqn, set()).add(info.alias)
     # tied on every rank
@@ -329,7 +347,19 @@ def assign(
         for fqn, found in partners.items()
         if len(found) == 1 and found != {""}
     }
-    return _spread(infos, objects, paths, first, holders, boxes, aliases)
+    return _spread(infos, objects, paths, first, holders, boxes, aliases, kinds or {})
+
+
+def _check_same_split(
+    info: ShardInfo, rank: int, other: Box, holders: Sequence[tuple[int, int]]
+) -> None:
+    """Refuses two shards with the same offsets and different sizes, unless one is empty."""
+    if info.box.numel and other.numel:
+        raise PlanError(
+            f"ranks split {printable(info.fqn)!r} differently: at {list(other.offsets)}, rank"
+            f" {holders[0][0]} has {list(other.sizes)}, rank {rank} has {list(info.box.sizes)}",
+            hint="put it on one mesh, or give the tensor of each mesh a name of its own",
+        )
 
 
 def _spread(
@@ -340,6 +370,7 @@ def _spread(
     holders: Mapping[tuple[str, tuple[int, ...]], list[tuple[int, int]]],
     boxes: Mapping[tuple[str, tuple[int, ...]], Box],
     aliases: Mapping[str, str],
+    kinds: Mapping[str, CopyKind],
 ) -> tuple[list[WriteTask], MetadataHead]:
     load = [0] * len(infos)
     chosen: list[list[int]] = [[] for _ in infos]
@@ -354,14 +385,23 @@ def _spread(
         load[rank] += nbytes
         chosen[rank].append(number)
     for nbytes, key in sorted(shared, key=lambda p: -p[0]):
-        rank, number = min(holders[key], key=lambda h: (load[h[0]], h[0]))
+        may_differ = kinds.get(key[0]) is CopyKind.FREE
+        rank, number = min(holders[key], key=lambda h: (0 if may_differ else load[h[0]], h[0]))
         load[rank] += nbytes
         chosen[rank].append(number)
     names = [fqn for fqn in first if fqn not in aliases]
     numbers = {fqn: i for i, fqn in enumerate(names)}
+    copies = copy_tasks(
+        [(fqn, holders[fqn, offsets]) for nbytes, (fqn, offsets) in shared if nbytes],
+        kinds,
+        len(infos),
+    )
     tasks = [
         WriteTask(
-            tuple(sorted(mine)), tuple(numbers[infos[r][i].fqn] for i in sorted(mine)), len(names)
+            tuple(sorted(mine)),
+            tuple(numbers[infos[r][i].fqn] for i in sorted(mine)),
+            len(names),
+            copies[r],
         )
         for r, mine in enumerate(chosen)
     ]
@@ -487,6 +527,7 @@ def write(
                     target, staged, layout, parts, fingerprints, extras, step, before_commit
                 )
                 digest, not_finite = hex64(crc64nvme(manifest.render())), manifest.not_finite
+    notes = [*extras.notes, *notes]
     laps.lap("commit")
     nbytes, seconds = sum(p.nbytes for p in parts), time.monotonic() - began
     return SaveReport(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.formats.base import new_attempt
 from ckpt_tools.formats.registry import refuse_file_name
+from ckpt_tools.loop.saving.copies import Proof
 from ckpt_tools.loop.saving.save import RankNames, SaveReport, agree_layout, extras_of, write
 from ckpt_tools.loop.state.archives import ReadBack
 from ckpt_tools.loop.state.device_statistics import measure_on_device
@@ -40,6 +41,7 @@ def save(
     files: Mapping[str, bytes] | Callable[[], Mapping[str, bytes]] | None = None,
     metrics: Mapping[str, float] | None = None,
     statistics: bool = False,
+    replicas: str = Proof.CHECK,
     jobs: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -57,6 +59,8 @@ def save(
         overwrite: replace a checkpoint at that path, once the new one is complete.
         only, files, metrics: as for `CheckpointManager.save`.
         statistics: measure every tensor, as for `CheckpointManager`.
+        replicas: `"check"` compares the copies of parameters and optimizer states that several
+            ranks hold, and refuses a difference. `"trust"` does not compare them.
         jobs: threads of this rank; the processors of the machine, at most 4, if None.
         storage_options: of the object store, as fsspec takes them.
         process_group: the ranks that save together; all if None. Without an initialised
@@ -70,6 +74,7 @@ def save(
         PeerError: another rank failed; nothing is visible then.
     """
     refuse_file_name(path)
+    proof = Proof.of(replicas)
     group = GlooGroup(timeout_s, process_group)
     try:
         group.meet("save", f"save({os.fspath(path)!r}{', overwrite=True' * overwrite})")
@@ -83,8 +88,10 @@ def save(
                 objects, paths = pack_objects(exported, group.rank)
                 ReadBack().check(objects)
             values = (*exported.objects, *(f"{name} (PerRank)" for name in exported.per_rank))
-            names = RankNames(shard_infos(shards), tuple(objects), values, paths)
-            layout = agree_layout(group, names)
+            names = RankNames(shard_infos(shards), tuple(objects), values, paths, exported.kinds)
+            layout = agree_layout(group, names, proof)
+            notes = layout.copies.prove(group, [shard.tensor for shard in shards])
+            extras = replace(extras, notes=notes)
             with group.phase("copy the state"):
                 tensors = [shards[i].tensor for i in layout.task.shards]
                 if statistics:

@@ -54,6 +54,22 @@ def load_module(module: nn.Module, values: Mapping[str, Any]) -> list[str]:
     return list(getattr(done, "unexpected_keys", ()))  # an overridden method may return None
 
 
+def parameter_names(module: nn.Module) -> set[str]:
+    """Returns the names of a module's parameters without wrappers, each name of a tied one."""
+    replicated = [
+        f"{name}." if name else ""
+        for name, found in module.named_modules()
+        if isinstance(found, DistributedDataParallel)
+    ]
+    names = set()
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        for prefix in reversed(replicated):  # inner ones first
+            if name.startswith(f"{prefix}module."):
+                name = prefix + name.removeprefix(f"{prefix}module.")
+        names.add(".".join(part for part in name.split(".") if part not in WRAPPERS))
+    return names
+
+
 def _has_plain_names(module: nn.Module) -> bool:
     """Tells whether torch would translate no name of a module's state dict."""
     return all(

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from ckpt_tools.core.naming import strip_wrappers
@@ -53,11 +54,13 @@ class ExportedOptimizer(NamedTuple):
         values: the state by name.
         fresh: parameters whose state is new memory without values.
         free: parameters whose state may have any form.
+        local: parameter and key of plain tensors in the state of a sharded parameter.
     """
 
     values: dict[str, Any]
     fresh: list[str]
     free: list[str]
+    local: list[tuple[str, str]]
 
 
 class StateOwners(NamedTuple):
@@ -92,7 +95,7 @@ def export_optimizer(
     torch takes such a step.
 
     Raises:
-        PlanError: a parameter belongs to nothing in the state.
+        PlanError: a parameter belongs to nothing in the state, or its state is this rank's alone.
     """
     owner = _owner(optimizer, holders.modules)
     if owner is not None and _is_fsdp1(owner):
@@ -117,6 +120,12 @@ def export_optimizer(
             strict=True,
         )
     )
+    local = [
+        (name, str(key))
+        for name, found in values.items()
+        for key, value in found.items()
+        if _is_local(value, parameters[name], f"{name}.{key}")
+    ]
     fresh = [name for name in parameters if name not in values] if stored is not None else []
     for name in fresh:
         # `stored` has plain names, and a module may itself be called `module`
@@ -127,7 +136,29 @@ def export_optimizer(
         {**({"state": values} if values else {}), "param_groups": groups, **extra_of(optimizer)},
         fresh,
         [*free, *fresh],
+        local,
     )
+
+
+def _is_local(value: Any, parameter: torch.Tensor, name: str) -> bool:
+    """Tells whether a plain tensor belongs to a parameter that is split between ranks.
+
+    Raises:
+        PlanError: it has the shape of this rank's part. Its name would mean another part on each
+            rank, and one of them would be stored.
+    """
+    if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or not value.dim():
+        return False
+    is_split = any(isinstance(placed, Shard) for placed in parameter.placements)
+    if isinstance(value, DTensor) or not is_split:
+        return False
+    if value.shape == parameter._local_tensor.shape != parameter.shape and value.numel() != 1:
+        raise PlanError(
+            f"the optimizer keeps plain state for a part of a parameter: {list(value.shape)} of"
+            f" {list(parameter.shape)} ({printable(name)!r})",
+            hint=("keep the state as a DTensor: torch.zeros_like(p), not zeros_like(p.to_local())"),
+        )
+    return True
 
 
 def _room(parameter: torch.Tensor, stored: StoredState) -> torch.Tensor:
@@ -149,7 +180,7 @@ def _export_fsdp1(optimizer: Optimizer, owner: nn.Module, for_loading: bool) -> 
         optimizer.state.clear()
     if not exported["state"] or (is_fresh and not for_loading):
         del exported["state"]
-    return ExportedOptimizer(exported | extra_of(optimizer), [], [])
+    return ExportedOptimizer(exported | extra_of(optimizer), [], [], [])
 
 
 def extra_of(optimizer: Optimizer) -> dict[str, Any]:

@@ -6,10 +6,19 @@ Imports torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import NamedTuple
 
 from ckpt_tools.core.box import Box
 from ckpt_tools.loop.state.shards import Shard, alias_key
+
+
+class CopyKind(StrEnum):
+    """What a difference between the copies of a tensor on several ranks means."""
+
+    EQUAL = "equal"  # an error
+    LOCAL = "local"  # an error; its shape fits one rank only, so it is compared at every save
+    FREE = "free"  # a note: buffers and the states of objects may differ in an honest job
 
 
 class ShardInfo(NamedTuple):

@@ -93,6 +93,11 @@ def local_part(value: torch.Tensor) -> torch.Tensor:
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
+def is_sharded(value: torch.Tensor) -> bool:
+    """Tells whether a tensor knows which part of it lies on which rank."""
+    return isinstance(value, DTensor | ShardedTensor)
+
+
 def is_meta(value: torch.Tensor) -> bool:
     """Tells whether a tensor, or this rank's shard of it, has no memory."""
     if isinstance(value, ShardedTensor):  # it refuses the question where a rank has no shard

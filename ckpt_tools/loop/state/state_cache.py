@@ -13,17 +13,21 @@ import torch
 
 from ckpt_tools.loop.state.objects import Key
 from ckpt_tools.loop.state.optimizers import StateOwners
-from ckpt_tools.loop.state.shard_info import ShardInfo, shard_infos
+from ckpt_tools.loop.state.shard_info import CopyKind, ShardInfo, shard_infos
 from ckpt_tools.loop.state.shards import local_part, local_shards
 from ckpt_tools.loop.state.unchanged import Guard
 
 
 class KnownExport(NamedTuple):
-    """The tensors of a module or an optimizer under their flat names, and the paths of these."""
+    """The tensors of a module or an optimizer under their flat names, and the paths of these.
+
+    `kinds` has those whose copies on several ranks are not simply equal.
+    """
 
     guard: Guard
     tensors: Mapping[str, torch.Tensor]
     paths: Mapping[str, Key]
+    kinds: Mapping[str, CopyKind]
 
 
 class RankShards(NamedTuple):
@@ -44,6 +48,7 @@ class _KeptNames(NamedTuple):
     guard: Guard
     names: tuple[str, ...]
     paths: Mapping[str, Key]
+    kinds: Mapping[str, CopyKind]
 
 
 class StateCache:
@@ -75,7 +80,7 @@ class StateCache:
                 is_known = False
                 break
             named = dict(zip(kept.names, tensors, strict=True))
-            self._known[path] = KnownExport(kept.guard, named, kept.paths)
+            self._known[path] = KnownExport(kept.guard, named, kept.paths, kept.kinds)
         if not is_known:
             self._owners, self._kept, self._known, self._shards = mine, {}, {}, None
 
@@ -89,11 +94,15 @@ class StateCache:
         guard: Guard | None,
         names: Sequence[str],
         paths: Mapping[str, Key],
+        kinds: Mapping[str, CopyKind],
     ) -> None:
         """Keeps the names of an export, if there is a guard for it."""
         if guard is not None:
             self._kept[path] = _KeptNames(
-                guard, tuple(names), {name: paths[name] for name in names}
+                guard,
+                tuple(names),
+                {name: paths[name] for name in names},
+                {name: kinds[name] for name in names if name in kinds},
             )
 
     def shards(self, tensors: Mapping[str, torch.Tensor]) -> RankShards:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +28,8 @@ from torch.optim import Optimizer
 from ckpt_tools.core.catalog import is_valid_name
 from ckpt_tools.core.naming import WRAPPERS
 from ckpt_tools.errors import CheckpointError, PlanError, printable
-from ckpt_tools.loop.state.modules import module_state
+from ckpt_tools.loop.state.ema import Ema
+from ckpt_tools.loop.state.modules import module_state, parameter_names
 from ckpt_tools.loop.state.objects import (
     MAX_DEPTH,
     TAG,
@@ -48,7 +49,8 @@ from ckpt_tools.loop.state.optimizers import (
     extra_of,
     is_container,
 )
-from ckpt_tools.loop.state.shards import is_meta
+from ckpt_tools.loop.state.shard_info import CopyKind
+from ckpt_tools.loop.state.shards import is_meta, is_sharded
 from ckpt_tools.loop.state.state_cache import KnownExport, StateCache
 from ckpt_tools.loop.state.unchanged import ModuleGuard, OptimizerGuard
 
@@ -146,6 +148,7 @@ class ExportedState:
         fresh: paths of new optimizer state: memory without values until something is loaded.
         frozen: names of parameters that take no gradient; for a load, or a save of a part.
         of_modules: names of the entries of modules; for a save of a part.
+        kinds: of tensors for which a difference between ranks is not just an error.
         owners: the modules, tensors and optimizers of the state.
     """
 
@@ -160,12 +163,13 @@ class ExportedState:
     fresh: list[Key] = field(default_factory=list)
     frozen: set[str] = field(default_factory=set)
     of_modules: set[str] = field(default_factory=set)
+    kinds: dict[str, CopyKind] = field(default_factory=dict)
     owners: StateOwners = field(default_factory=lambda: StateOwners((), (), ()))
 
     def leave_out(self, accepts: Callable[[str], bool]) -> None:
         """Leaves out the entries of modules whose names a function does not accept."""
         for name in [n for n in self.of_modules if not accepts(n)]:
-            for entries in (self.tensors, self.objects, self.paths):
+            for entries in (self.tensors, self.objects, self.paths, self.kinds):
                 entries.pop(name, None)
 
 
@@ -386,12 +390,20 @@ class _Exporter:
             self.result.kept += [f"{flat_name(path)}.{name}" for name in _non_persistent(module)]
         known = {*self.result.tensors, *self.result.objects} if self.is_partial else set()
         self.emit(exported, path, is_root=True)
+        trained = {flat_name((*path, name)) for name in parameter_names(module)}
+        self._let_differ(before[0], trained)
         if self.is_partial:
             self.result.of_modules |= {*self.result.tensors, *self.result.objects} - known
         if self.cache is not None and len(self.result.objects) == before[1]:
             tensors = dict(islice(self.result.tensors.items(), before[0], None))
             guard = ModuleGuard.of(module, tensors.values())
-            self.cache.keep(path, guard, list(tensors), self.result.paths)
+            self.cache.keep(path, guard, list(tensors), self.result.paths, self.result.kinds)
+
+    def _let_differ(self, first: int, trained: Container[str] = ()) -> None:
+        """Notes that the tensors exported since may differ between ranks, but parameters."""
+        for name, tensor in islice(self.result.tensors.items(), first, None):
+            if name not in trained and not is_sharded(tensor):
+                self.result.kinds[name] = CopyKind.FREE
 
     def _visit_optimizer(self, optimizer: Optimizer, path: Key) -> None:
         with calling("state_dict", optimizer, path):
@@ -404,11 +416,13 @@ class _Exporter:
         if "state" in found.values:
             self.emit(found.values["state"], (*path, "state"))
         tensors = dict(islice(self.result.tensors.items(), before, None))
+        for keys in found.local:
+            self.result.kinds[flat_name((*path, "state", *keys))] = CopyKind.LOCAL
         self.emit({k: v for k, v in found.values.items() if k != "state"}, path, is_root=True)
         if self.cache is not None:
             names = [group["params"] for group in found.values["param_groups"]]
             guard = OptimizerGuard.of(optimizer, names, path, tensors.values())
-            self.cache.keep(path, guard, list(tensors), self.result.paths)
+            self.cache.keep(path, guard, list(tensors), self.result.paths, self.result.kinds)
 
     def _reuse(self, path: Key) -> KnownExport | None:
         """Adds the tensors that are known of a module or an optimizer."""
@@ -418,6 +432,7 @@ class _Exporter:
         self.reused |= known.tensors.keys()
         self.result.tensors.update(known.tensors)
         self.result.paths.update(known.paths)
+        self.result.kinds.update(known.kinds)
         return known
 
     def _visit_values(self, optimizer: Optimizer, guard: OptimizerGuard, path: Key) -> None:
@@ -467,7 +482,10 @@ class _Exporter:
                 )
             with calling("state_dict", value, path):
                 exported = value.state_dict()
+            before = len(self.result.tensors)
             self.emit(exported, path)
+            if not isinstance(value, Optimizer | Ema):
+                self._let_differ(before)
         else:
             self.emit(value, path)
 

@@ -1,0 +1,344 @@
+"""Are the copies that several ranks hold of one shard equal?
+
+A save writes one copy of each shard. So it first proves that the others have the same bytes: a
+checksum of each copy, and one exchange of a number per set of copies. Only if the numbers differ do
+the ranks exchange more, to name the tensor. Imports torch.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ckpt_tools.core.checksum import crc64nvme
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.loop.state.shard_info import CopyKind, ShardInfo
+from ckpt_tools.loop.state.shards import as_bytes
+from ckpt_tools.ranks.gloo import GlooGroup
+
+_SLICES_PER_COPY = 16  # a later save compares 1/16 of a shard, divided by its number of copies
+_MIN_SLICE_BYTES = 64 << 10  # smaller shards are compared as a whole, when it is their turn
+_COLUMNS = 1 << 12
+_ABSENT = np.iinfo(np.int64).min
+_PIECE_BYTES = 32 << 20  # of values that two ranks compare
+_BITS = (1 << 62) - 1
+_MULTIPLIER = 0x5851F42D4C957F2D  # odd; Knuth's, as in MMIX
+
+
+class Proof(StrEnum):
+    """When the copies of a state are compared."""
+
+    CHECK = "check"  # at every save
+    FIRST_SAVE = "first-save"  # at the first save, then a slice at each save, in turn
+    TRUST = "trust"  # never
+
+    @classmethod
+    def of(cls, value: object) -> Proof:
+        """Returns the choice of a caller.
+
+        Raises:
+            ValueError: there is no such choice.
+        """
+        if value not in tuple(cls):
+            raise ValueError(
+                f"replicas: expected {', '.join(repr(one.value) for one in cls)}, got {value!r}"
+            )
+        return cls(str(value))
+
+
+class CopySet(NamedTuple):
+    """Copies that the same ranks hold, as one of these ranks sees them.
+
+    Attributes:
+        number: of the set among those of all ranks.
+        num_holders: number of these ranks.
+        shards: indices into the rank's `ShardInfo` list, in the same order on each of these ranks.
+    """
+
+    number: int
+    kind: CopyKind
+    num_holders: int
+    shards: tuple[int, ...]
+
+
+class CopyTask(NamedTuple):
+    """The copies that a rank holds, and the number of sets in the whole job."""
+
+    sets: tuple[CopySet, ...] = ()
+    num_sets: int = 0
+
+
+def copy_tasks(
+    shared: Iterable[tuple[str, Sequence[tuple[int, int]]]],
+    kinds: Mapping[str, CopyKind],
+    num_ranks: int,
+) -> list[CopyTask]:
+    """Returns the task of each rank.
+
+    Args:
+        shared: per shard with several copies, the tensor's name, and rank and index of each copy.
+        kinds: of the tensors for which a difference is not just an error.
+        num_ranks: of the job.
+    """
+    found: dict[tuple[tuple[int, ...], CopyKind], list[Sequence[tuple[int, int]]]] = {}
+    for fqn, holders in shared:
+        kind = kinds.get(fqn, CopyKind.EQUAL)
+        found.setdefault((tuple(rank for rank, _ in holders), kind), []).append(holders)
+    sets: list[list[CopySet]] = [[] for _ in range(num_ranks)]
+    for number, ((ranks, kind), shards) in enumerate(found.items()):
+        for place, rank in enumerate(ranks):
+            mine = tuple(holders[place][1] for holders in shards)
+            sets[rank].append(CopySet(number, kind, len(ranks), mine))
+    return [CopyTask(tuple(mine), len(found)) for mine in sets]
+
+
+class CopyProof:
+    """Proves at each save of one layout that copies are equal.
+
+    All ranks of a job make it, and call `prove`, in step.
+    """
+
+    def __init__(self, task: CopyTask, infos: Sequence[ShardInfo], proof: Proof) -> None:
+        """Stores the copies that this rank holds.
+
+        Args:
+            task: of this rank.
+            infos: the shards of this rank.
+            proof: how often copies are compared.
+        """
+        self._task, self._infos, self._proof = task, infos, proof
+        self._num_saves, self._told = 0, set[int]()
+
+    def prove(self, group: GlooGroup, tensors: Sequence[torch.Tensor]) -> list[str]:
+        """Compares the copies of this save; returns notes on those that may differ, and do.
+
+        All ranks call it. The tensors must not change meanwhile.
+
+        Args:
+            group: all ranks.
+            tensors: the shards of this rank, in the order of their descriptions.
+
+        Raises:
+            PlanError: copies differ. Every rank raises.
+        """
+        turn, self._num_saves = self._num_saves, self._num_saves + 1
+        if self._proof is Proof.TRUST or not self._task.num_sets:
+            return []
+        with group.phase("compare copies"):
+            digests = self._digests(tensors, turn if self._proof is Proof.FIRST_SAVE else 0)
+        numbers = np.full(2 * self._task.num_sets, _ABSENT)
+        for number, mine in digests.items():
+            one = crc64nvme(struct.pack(f"<{len(mine)}Q", *mine)) & _BITS
+            numbers[2 * number : 2 * number + 2] = one, -one
+        highest = group.max(numbers, "compare copies")
+        differing = {n for n in range(self._task.num_sets) if highest[2 * n] != -highest[2 * n + 1]}
+        # of a set that nobody compares at this save, both numbers are absent
+        differing -= {n for n in differing if highest[2 * n] == _ABSENT}
+        return self._explain(group, differing, digests, tensors) if differing else []
+
+    def _digests(self, tensors: Sequence[torch.Tensor], turn: int) -> dict[int, list[int]]:
+        """Returns a number for each copy of each set that this save compares."""
+        found = {}
+        for mine in self._task.sets:
+            if mine.number in self._told:
+                continue
+            num_slices = 1
+            if turn and mine.kind is not CopyKind.LOCAL:
+                num_slices = _SLICES_PER_COPY * mine.num_holders
+            found[mine.number] = digests(
+                _slices([tensors[n].detach() for n in mine.shards], turn, num_slices)
+            )
+        return found
+
+    def _explain(
+        self,
+        group: GlooGroup,
+        differing: set[int],
+        digests: Mapping[int, Sequence[int]],
+        tensors: Sequence[torch.Tensor],
+    ) -> list[str]:
+        """Finds the tensors that differ, and refuses them or returns a note. All ranks call it."""
+        self._told |= differing
+        mine = {
+            (number, place): (digest, self._infos[shard].fqn, one.kind, shard)
+            for one in self._task.sets
+            if (number := one.number) in differing
+            for place, (digest, shard) in enumerate(zip(digests[number], one.shards, strict=True))
+        }
+        ranks = group.all_gather(mine, "compare copies")
+        wrong: list[tuple[str, list[int], list[int]]] = []  # name, ranks, index of the shard there
+        free: dict[str, None] = {}
+        for key in sorted({key for found in ranks for key in found}):
+            copies = [(rank, *found[key]) for rank, found in enumerate(ranks) if key in found]
+            _, first, fqn, kind, _ = copies[0]
+            others = [copy for copy in copies if copy[1] != first]
+            if others and kind is CopyKind.FREE:
+                free[fqn] = None
+            elif others:
+                held = [copies[0], *others]
+                wrong.append((fqn, [c[0] for c in held], [c[4] for c in held]))
+        if wrong:
+            fqn, holders, shards = wrong[0]
+            told = _compare(group, holders[:2], shards[:2], tensors)
+            raise copies_differ([(name, ranks) for name, ranks, _ in wrong], told)
+        if not free or group.rank:
+            return []
+        return [differing_note(list(free))]
+
+
+def differing_note(names: Sequence[str]) -> str:
+    """Returns a note on buffers, or states of objects, that differ between ranks."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        "stored from the lowest rank that has them, since the ranks have different values:"
+        f" {', '.join(map(printable, names[:3]))}{more}"
+    )
+
+
+def copies_differ(wrong: Sequence[tuple[str, Sequence[int]]], told: str = "") -> PlanError:
+    """Returns the error for copies that differ.
+
+    Args:
+        wrong: names of tensors, and for each the first rank that has it with all that differ.
+        told: how much the first one differs.
+    """
+    fqn, ranks = wrong[0]
+    return PlanError(
+        f"copies of a tensor differ between {_named(ranks)}{': ' if told else ''}{told}"
+        f" ({printable(fqn)!r}{_others([name for name, _ in wrong])})",
+        hint=(
+            "a save stores one copy. Give values of which each rank has its own a name per rank,"
+            " such as experts by their global number, or a PerRank; make the others equal."
+            ' replicas="trust" stores one copy without a comparison'
+        ),
+    )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[1:5])) + (f" and {len(ranks) - 5} more" * (len(ranks) > 5))
+    return f"rank {ranks[0]} and rank {shown}"
+
+
+def _others(wrong: Sequence[str]) -> str:
+    names = list(dict.fromkeys(wrong))[1:]
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"; also {', '.join(map(printable, names[:3]))}{more}"
+
+
+def _compare(
+    group: GlooGroup,
+    ranks: Sequence[int],
+    shards: Sequence[int],
+    tensors: Sequence[torch.Tensor],
+) -> str:
+    """Describes the difference between the copies of two ranks. All ranks call it."""
+    first, second = ranks
+    text = ""
+    if group.rank in ranks:
+        mine = tensors[shards[ranks.index(group.rank)]].detach().reshape(-1)
+        step = max(_PIECE_BYTES // mine.element_size(), 1)
+        count, most = 0, 0.0
+        for start in range(0, len(mine), step):
+            piece = mine[start : start + step].cpu().contiguous()
+            if group.rank == first:
+                group.exchange([(second, 0, piece.view(torch.uint8))], [], "compare values")
+                continue
+            room = torch.empty_like(piece)
+            group.exchange([], [(first, 0, room.view(torch.uint8))], "compare values")
+            num, difference = _difference(room, piece)
+            count, most = count + num, max(most, difference)
+        text = f"{count} of {len(mine)} elements, by at most {most:.6g}"
+    return group.all_gather(text, "compare values")[second]
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float]:
+    """Returns how many elements have other bits, and the largest difference between numbers."""
+    itemsize = one.element_size()
+    bits = [t.view(torch.uint8).reshape(-1, itemsize) for t in (one, other)]
+    differs = (bits[0] != bits[1]).any(dim=1)
+    values = [
+        (torch.view_as_real(t) if t.is_complex() else t)[differs].double() for t in (one, other)
+    ]
+    gaps = (values[0] - values[1]).abs().nan_to_num(nan=float("inf"))
+    return int(differs.sum()), float(gaps.max()) if gaps.numel() else 0.0
+
+
+# ---- checksums -----------------------------------------------------------------------------------
+
+
+def _slices(tensors: Sequence[torch.Tensor], turn: int, num_slices: int) -> list[torch.Tensor]:
+    """Returns the part of each tensor that is compared at one save; [0] for none of it.
+
+    Each element is part of one of `num_slices` saves in a row. Ranks agree about the part, whatever
+    other tensors they hold.
+    """
+    if num_slices == 1:
+        return list(tensors)
+    turn = (turn - 1) % num_slices
+    found = []
+    for place, tensor in enumerate(tensors):
+        numel = tensor.numel()
+        if numel * tensor.element_size() < _MIN_SLICE_BYTES:
+            found.append(tensor if place % num_slices == turn else tensor.new_empty(0))
+        else:
+            start, stop = (numel * n // num_slices for n in (turn, turn + 1))
+            found.append(tensor.reshape(-1)[start:stop])
+    return found
+
+
+def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Returns a number below 2**64 for each tensor; equal tensors on like devices have equal ones.
+
+    On the host it is the CRC-64 of the bytes. An accelerator computes its own, with one wait for
+    all tensors.
+    """
+    found = [0] * len(tensors)
+    away: dict[torch.device, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        if not tensor.numel():
+            continue
+        if tensor.device.type == "cpu":
+            data = as_bytes(tensor)
+            if data is None:
+                data = as_bytes(tensor.resolve_conj().resolve_neg().contiguous())
+            assert data is not None
+            found[number] = crc64nvme(data)
+        else:
+            away.setdefault(tensor.device, []).append(number)
+    for numbers in away.values():
+        values = torch.stack([digest_on_device(tensors[n]) for n in numbers]).tolist()
+        for number, value in zip(numbers, values, strict=True):
+            found[number] = value & ((1 << 64) - 1)
+    return found
+
+
+def digest_on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a checksum of a tensor's bits, computed where it lies: 0-d int64.
+
+    The words of 8 bytes form a table. The result is a weighted sum, modulo 2**64, of the sums of
+    its rows and of its columns. So the values are read twice, and nothing of their size is made. A
+    change of one word always changes the sum of its row, and so the result.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    num_words = flat.numel() // 8
+    body = flat[: num_words * 8]
+    if body.storage_offset() % 8 or body.data_ptr() % 8:
+        body = body.clone()
+    words = body.view(torch.int64)
+    rest = torch.zeros(8, dtype=torch.uint8, device=flat.device)
+    rest[: flat.numel() - num_words * 8] = flat[num_words * 8 :]
+    num_rows = num_words // _COLUMNS
+    table = words[: num_rows * _COLUMNS].view(num_rows, _COLUMNS)
+    parts = [table.sum(1), table.sum(0), words[num_rows * _COLUMNS :], rest.view(torch.int64)]
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for part in parts:
+        weights = torch.arange(1, len(part) + 1, device=flat.device) * 2 + 1
+        total = total * _MULTIPLIER + (part * weights).sum()
+    return total

@@ -1,0 +1,90 @@
+"""The cost of proving copies: blocking saves and stalls of FSDP, DDP and HSDP jobs.
+
+    torchrun --nproc-per-node 2 tests/benchmarks/copies.py FOLDER [--mib 1024] [--rounds 9]
+
+Each round saves once with each choice of `replicas`, in turn, after the first save of each manager.
+The table has medians, and the median of the ratios to "trust" in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ckpt_tools import CheckpointManager
+
+CHOICES = ("trust", "first-save", "check")
+
+
+def model_of(kind: str, mib: int) -> nn.Module:
+    torch.manual_seed(0)
+    width = 1024  # 4 MiB each, and AdamW has two more of them
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(mib // 12)))
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh(
+        "cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard")
+    )
+    return fully_shard(model, mesh=mesh) if kind == "hsdp" else fully_shard(model)
+
+
+def measure(kind: str, folder: Path, mib: int, rounds: int) -> dict[str, tuple[float, float]]:
+    """Returns by choice the median seconds, and the median ratio to "trust", of both saves."""
+    model = model_of(kind, mib)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    managers = {
+        c: CheckpointManager(folder / f"{kind}-{c}", keep_last=1, replicas=c) for c in CHOICES
+    }
+    times: dict[tuple[str, str], list[float]] = {}
+    for number in range(rounds + 1):
+        for choice, manager in managers.items():
+            for what, is_background in (("blocking", False), ("stall", True)):
+                dist.barrier()
+                began = time.perf_counter()
+                manager.save(2 * number + is_background, state, asynchronous=is_background)
+                spent = time.perf_counter() - began
+                manager.wait()
+                if number:
+                    times.setdefault((what, choice), []).append(spent)
+    for manager in managers.values():
+        manager.close()
+    found = {}
+    for (what, choice), mine in times.items():
+        base = times[what, "trust"]
+        ratio = statistics.median(a / b for a, b in zip(mine, base, strict=True))
+        found[f"{what} {choice}"] = (statistics.median(mine), ratio)
+    return found
+
+
+def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("folder", type=Path)
+    options.add_argument("--mib", type=int, default=1024)
+    options.add_argument("--rounds", type=int, default=9)
+    given = options.parse_args()
+    dist.init_process_group("gloo")
+    for kind in ("fsdp", "ddp", "hsdp"):
+        found = measure(kind, given.folder, given.mib, given.rounds)
+        if dist.get_rank() == 0:
+            for name, (seconds, ratio) in found.items():
+                print(f"{kind:5} {name:20} {seconds:8.4f} s  {ratio:6.3f} x trust")
+            shutil.rmtree(given.folder)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
