@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 tests/benchmarks/copies.py FOLDER [--mib 1024] [--rounds 9]
 
 Each round saves once with each choice of `replicas`, in turn, after the first save of each manager.
-The table has medians, and the median of the ratios to "trust" in the same round.
+The order of the choices changes from round to round. The table has medians: of the seconds, of the
+ratios to "trust" in the same round, and of the seconds that the comparison itself took.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ def model_of(kind: str, mib: int) -> nn.Module:
     return fully_shard(model, mesh=mesh) if kind == "hsdp" else fully_shard(model)
 
 
-def measure(kind: str, folder: Path, mib: int, rounds: int) -> dict[str, tuple[float, float]]:
-    """Returns by choice the median seconds, and the median ratio to "trust", of both saves."""
+def measure(
+    kind: str, folder: Path, mib: int, rounds: int
+) -> dict[str, tuple[float, float, float]]:
+    """Returns by choice the medians of seconds, ratio to "trust", and seconds of comparing."""
     model = model_of(kind, mib)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 1024)).sum().backward()
@@ -48,9 +51,10 @@ def measure(kind: str, folder: Path, mib: int, rounds: int) -> dict[str, tuple[f
     managers = {
         c: CheckpointManager(folder / f"{kind}-{c}", keep_last=1, replicas=c) for c in CHOICES
     }
-    times: dict[tuple[str, str], list[float]] = {}
+    times: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for number in range(rounds + 1):
-        for choice, manager in managers.items():
+        order = CHOICES[number % 3 :] + CHOICES[: number % 3]
+        for choice, manager in ((c, managers[c]) for c in order):
             for what, is_background in (("blocking", False), ("stall", True)):
                 dist.barrier()
                 began = time.perf_counter()
@@ -58,14 +62,16 @@ def measure(kind: str, folder: Path, mib: int, rounds: int) -> dict[str, tuple[f
                 spent = time.perf_counter() - began
                 manager.wait()
                 if number:
-                    times.setdefault((what, choice), []).append(spent)
+                    compared = manager.last_save.timing["compare"]
+                    times.setdefault((what, choice), []).append((spent, compared))
     for manager in managers.values():
         manager.close()
     found = {}
     for (what, choice), mine in times.items():
         base = times[what, "trust"]
-        ratio = statistics.median(a / b for a, b in zip(mine, base, strict=True))
-        found[f"{what} {choice}"] = (statistics.median(mine), ratio)
+        ratio = statistics.median(a / b for (a, _), (b, _) in zip(mine, base, strict=True))
+        seconds, compared = (statistics.median(column) for column in zip(*mine, strict=True))
+        found[f"{what} {choice}"] = (seconds, ratio, compared)
     return found
 
 
@@ -79,8 +85,8 @@ def main() -> None:
     for kind in ("fsdp", "ddp", "hsdp"):
         found = measure(kind, given.folder, given.mib, given.rounds)
         if dist.get_rank() == 0:
-            for name, (seconds, ratio) in found.items():
-                print(f"{kind:5} {name:20} {seconds:8.4f} s  {ratio:6.3f} x trust")
+            for name, (seconds, ratio, compared) in found.items():
+                print(f"{kind:5} {name:20} {seconds:8.4f} s {ratio:6.3f} x, {compared:.4f} s")
             shutil.rmtree(given.folder)
         dist.barrier()
     dist.destroy_process_group()

@@ -200,17 +200,20 @@ def save(how, path, state):
 
 
 def drift(path):
-    """A copy that drifts after the first save; returns the number of saves until it is found."""
-    weights = {"w": torch.zeros(1 << 16)}
+    """A copy that drifts after the first save: the first two refusals, with the number of saves."""
+    weights = {"w": torch.zeros(1 << 16), "large": torch.zeros(1 << 22), **{f"s{n}": torch.ones(3) for n in range(99)}}
     with CheckpointManager(path, keep_last=1) as checkpoints:
         checkpoints.save(1, weights)
         weights["w"][12345] += 0.5 * RANK
+        found = []
         for number in range(2, 100):
             try:
                 checkpoints.save(number, weights)
             except ckpt_tools.CheckpointError as error:
-                return [number - 1, str(error)]
-    return []
+                found.append([number - 1, str(error)])
+                if len(found) == 2:
+                    break
+    return found
 
 
 def main():

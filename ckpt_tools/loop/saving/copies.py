@@ -16,13 +16,14 @@ import numpy as np
 import torch
 
 from ckpt_tools.core.checksum import crc64nvme
+from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.state.shard_info import CopyKind, ShardInfo
 from ckpt_tools.loop.state.shards import as_bytes
 from ckpt_tools.ranks.gloo import GlooGroup
 
-_SLICES_PER_COPY = 16  # a later save compares 1/16 of a shard, divided by its number of copies
-_MIN_SLICE_BYTES = 64 << 10  # smaller shards are compared as a whole, when it is their turn
+_TURNS_PER_COPY = 32  # a later save compares 1/32 of the bytes, divided by the number of copies
+_SLICED_BYTES = 16 << 20  # smaller shards are compared as a whole, when it is their turn
 _COLUMNS = 1 << 12
 _ABSENT = np.iinfo(np.int64).min
 _PIECE_BYTES = 32 << 20  # of values that two ranks compare
@@ -112,7 +113,7 @@ class CopyProof:
             proof: how often copies are compared.
         """
         self._task, self._infos, self._proof = task, infos, proof
-        self._num_saves, self._told = 0, set[int]()
+        self._num_proved, self._told = 0, set[int]()
 
     def prove(self, group: GlooGroup, tensors: Sequence[torch.Tensor]) -> list[str]:
         """Compares the copies of this save; returns notes on those that may differ, and do.
@@ -126,58 +127,87 @@ class CopyProof:
         Raises:
             PlanError: copies differ. Every rank raises.
         """
-        turn, self._num_saves = self._num_saves, self._num_saves + 1
         if self._proof is Proof.TRUST or not self._task.num_sets:
             return []
-        with group.phase("compare copies"):
-            digests = self._digests(tensors, turn if self._proof is Proof.FIRST_SAVE else 0)
-        numbers = np.full(2 * self._task.num_sets, _ABSENT)
-        for number, mine in digests.items():
-            one = crc64nvme(struct.pack(f"<{len(mine)}Q", *mine)) & _BITS
+        found, error = dict[int, dict[int, int]](), None
+        try:
+            found = self._digests(tensors)
+        except BaseException as failure:  # noqa: BLE001  # the phase below tells all ranks
+            error = failure
+        numbers = np.full(2 * self._task.num_sets + 1, _ABSENT)
+        for number, mine in found.items():
+            one = crc64nvme(struct.pack(f"<{len(mine)}Q", *mine.values())) & _BITS
             numbers[2 * number : 2 * number + 2] = one, -one
-        highest = group.max(numbers, "compare copies")
+        numbers[-1] = error is not None
+        *highest, has_failed = group.max(numbers, "compare copies")
+        if has_failed:
+            with group.phase("compare copies"):
+                if error is not None:
+                    raise error
         differing = {n for n in range(self._task.num_sets) if highest[2 * n] != -highest[2 * n + 1]}
         # of a set that nobody compares at this save, both numbers are absent
         differing -= {n for n in differing if highest[2 * n] == _ABSENT}
-        return self._explain(group, differing, digests, tensors) if differing else []
+        notes = self._explain(group, differing, found, tensors) if differing else []
+        self._num_proved += 1  # after a difference, the next save compares all again
+        return notes
 
-    def _digests(self, tensors: Sequence[torch.Tensor], turn: int) -> dict[int, list[int]]:
-        """Returns a number for each copy of each set that this save compares."""
-        found = {}
+    def _digests(self, tensors: Sequence[torch.Tensor]) -> dict[int, dict[int, int]]:
+        """Returns the numbers of the copies that this save compares, by set and place in it."""
+        found, turn = {}, self._num_proved if self._proof is Proof.FIRST_SAVE else 0
         for mine in self._task.sets:
             if mine.number in self._told:
                 continue
-            num_slices = 1
+            num_turns = 1
             if turn and mine.kind is not CopyKind.LOCAL:
-                num_slices = _SLICES_PER_COPY * mine.num_holders
-            found[mine.number] = digests(
-                _slices([tensors[n].detach() for n in mine.shards], turn, num_slices)
-            )
+                num_turns = _TURNS_PER_COPY * mine.num_holders
+            parts = self._parts(mine, tensors, (turn - 1) % num_turns, num_turns)
+            found[mine.number] = dict(zip(parts, digests([*parts.values()]), strict=True))
         return found
+
+    def _parts(
+        self, copies: CopySet, tensors: Sequence[torch.Tensor], turn: int, num_turns: int
+    ) -> dict[int, torch.Tensor]:
+        """Returns what one save compares, by the place of the copy in its set.
+
+        In `num_turns` saves, each element has one turn. Every holder of the set has the same part.
+        """
+        if num_turns == 1:
+            return {place: tensors[shard].detach() for place, shard in enumerate(copies.shards)}
+        found = {
+            place: tensors[copies.shards[place]].detach()
+            for place in range(turn, len(copies.shards), num_turns)
+        }
+        for place, shard in enumerate(copies.shards):
+            info = self._infos[shard]
+            if info.box.numel * BY_NAME[info.dtype].itemsize >= _SLICED_BYTES:
+                start, stop = (info.box.numel * n // num_turns for n in (turn, turn + 1))
+                found[place] = tensors[shard].detach().reshape(-1)[start:stop]
+        return dict(sorted(found.items()))
 
     def _explain(
         self,
         group: GlooGroup,
         differing: set[int],
-        digests: Mapping[int, Sequence[int]],
+        found: Mapping[int, Mapping[int, int]],
         tensors: Sequence[torch.Tensor],
     ) -> list[str]:
         """Finds the tensors that differ, and refuses them or returns a note. All ranks call it."""
-        self._told |= differing
         mine = {
-            (number, place): (digest, self._infos[shard].fqn, one.kind, shard)
+            (one.number, place): (digest, self._infos[shard].fqn, one.kind, shard)
             for one in self._task.sets
-            if (number := one.number) in differing
-            for place, (digest, shard) in enumerate(zip(digests[number], one.shards, strict=True))
+            if one.number in differing
+            for place, digest in found[one.number].items()
+            for shard in [one.shards[place]]
         }
         ranks = group.all_gather(mine, "compare copies")
         wrong: list[tuple[str, list[int], list[int]]] = []  # name, ranks, index of the shard there
         free: dict[str, None] = {}
-        for key in sorted({key for found in ranks for key in found}):
-            copies = [(rank, *found[key]) for rank, found in enumerate(ranks) if key in found]
+        for key in sorted({key for theirs in ranks for key in theirs}):
+            copies = [(rank, *theirs[key]) for rank, theirs in enumerate(ranks) if key in theirs]
             _, first, fqn, kind, _ = copies[0]
             others = [copy for copy in copies if copy[1] != first]
             if others and kind is CopyKind.FREE:
+                self._told.add(key[0])
                 free[fqn] = None
             elif others:
                 held = [copies[0], *others]
@@ -273,26 +303,6 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float]:
 # ---- checksums -----------------------------------------------------------------------------------
 
 
-def _slices(tensors: Sequence[torch.Tensor], turn: int, num_slices: int) -> list[torch.Tensor]:
-    """Returns the part of each tensor that is compared at one save; [0] for none of it.
-
-    Each element is part of one of `num_slices` saves in a row. Ranks agree about the part, whatever
-    other tensors they hold.
-    """
-    if num_slices == 1:
-        return list(tensors)
-    turn = (turn - 1) % num_slices
-    found = []
-    for place, tensor in enumerate(tensors):
-        numel = tensor.numel()
-        if numel * tensor.element_size() < _MIN_SLICE_BYTES:
-            found.append(tensor if place % num_slices == turn else tensor.new_empty(0))
-        else:
-            start, stop = (numel * n // num_slices for n in (turn, turn + 1))
-            found.append(tensor.reshape(-1)[start:stop])
-    return found
-
-
 def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Returns a number below 2**64 for each tensor; equal tensors on like devices have equal ones.
 
@@ -323,8 +333,9 @@ def digest_on_device(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a checksum of a tensor's bits, computed where it lies: 0-d int64.
 
     The words of 8 bytes form a table. The result is a weighted sum, modulo 2**64, of the sums of
-    its rows and of its columns. So the values are read twice, and nothing of their size is made. A
-    change of one word always changes the sum of its row, and so the result.
+    its rows and of its columns. So the values are read twice, and nothing of their size is made. The
+    weights of rows are odd and those of columns even, so a change of one word has an odd factor,
+    and always changes the result.
     """
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     num_words = flat.numel() // 8
@@ -339,6 +350,7 @@ def digest_on_device(tensor: torch.Tensor) -> torch.Tensor:
     parts = [table.sum(1), table.sum(0), words[num_rows * _COLUMNS :], rest.view(torch.int64)]
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for part in parts:
-        weights = torch.arange(1, len(part) + 1, device=flat.device) * 2 + 1
+        is_even = part is parts[1]
+        weights = torch.arange(1, len(part) + 1, device=flat.device) * 2 + (not is_even)
         total = total * _MULTIPLIER + (part * weights).sum()
     return total
