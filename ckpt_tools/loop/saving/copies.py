@@ -333,9 +333,9 @@ def digest_on_device(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a checksum of a tensor's bits, computed where it lies: 0-d int64.
 
     The words of 8 bytes form a table. The result is a weighted sum, modulo 2**64, of the sums of
-    its rows and of its columns. So the values are read twice, and nothing of their size is made. The
-    weights of rows are odd and those of columns even, so a change of one word has an odd factor,
-    and always changes the result.
+    its rows and of its columns. So the values are read twice, and nothing of their size is made.
+    The weights of rows are odd and those of columns even. So a change of one word has an odd
+    factor, and always changes the result.
     """
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     num_words = flat.numel() // 8
