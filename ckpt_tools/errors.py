@@ -120,6 +120,8 @@ class StorageError(CheckpointError):
     Attributes:
         is_missing: the file does not exist.
         is_transient: the store could not be reached, or was busy. A retry may succeed.
+        is_unreadable: the store or the disk refused to read, or failed. So nothing is known about
+            the file: it may be whole.
     """
 
     exit_code = 15
@@ -131,9 +133,16 @@ class StorageError(CheckpointError):
         hint: str | None = None,
         is_missing: bool = False,
         is_transient: bool = False,
+        is_unreadable: bool = False,
     ) -> None:
         super().__init__(message, hint=hint)
         self.is_missing, self.is_transient = is_missing, is_transient
+        self.is_unreadable = is_unreadable or is_transient
+
+
+def is_unreadable(error: BaseException) -> bool:
+    """Tells whether an error says that something cannot be read now, and not that it is damaged."""
+    return isinstance(error, StorageError) and error.is_unreadable
 
 
 class PeerError(CheckpointError):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.inspect import Report, Total
     from ckpt_tools.operations.run_bytes import StepBytes
     from ckpt_tools.operations.thin import ThinResult
+    from ckpt_tools.publish.run_root import Leftover
     from ckpt_tools.publish.steps import Step
     from ckpt_tools.transfer.result import TransferResult
 
@@ -418,7 +419,9 @@ def show_steps(
             else (printable(str(step.manifest.created)), str(step.manifest.world_size or ""))
         )
         state = (
-            f"incomplete: {printable(step.problem)}"
+            f"cannot be read: {printable(step.problem)}"
+            if step.error is not None
+            else f"incomplete: {printable(step.problem)}"
             if step.problem
             else "complete"
             if step.manifest
@@ -451,7 +454,7 @@ def show_steps(
     _show_metrics(complete)
 
 
-def show_pruned(result: Pruned, leftovers: Sequence[str], is_dry_run: bool) -> None:
+def show_pruned(result: Pruned, leftovers: Sequence[Leftover], is_dry_run: bool) -> None:
     """Prints the steps that a prune removed (or would remove), and those that it kept."""
     verb = "would remove" if is_dry_run else "removed"
     for step in result.removed:
@@ -464,24 +467,32 @@ def show_pruned(result: Pruned, leftovers: Sequence[str], is_dry_run: bool) -> N
         print(f"not counted, and kept: {printable(path)}: {problem}")
     for path, error in result.failed.items():
         print(f"could not remove {printable(path)}: {error}", file=sys.stderr)
+    for path, error in result.unreadable.items():
+        print(f"not counted, since it cannot be read: {printable(path)}: {error}", file=sys.stderr)
     for left in leftovers:
-        print(f"{verb} {printable(left)}  what a dead job left")
+        if left.problem:
+            print(f"could not look at {printable(left.url)}: {left.problem}", file=sys.stderr)
+        else:
+            print(f"{verb} {printable(left.url)}  what a dead job left")
     if not (result.removed or result.failed or leftovers):
         print("nothing to remove")
 
 
-def pruned_as_json(result: Pruned, leftovers: Sequence[str], is_dry_run: bool) -> dict[str, Any]:
+def pruned_as_json(
+    result: Pruned, leftovers: Sequence[Leftover], is_dry_run: bool
+) -> dict[str, Any]:
     """Returns the result of a prune as plain values."""
     reasons = {
         "policies": result.policies,
         "kept": result.kept,
         "damaged": result.damaged,
-        "failed": result.failed,
+        "failed": result.failed | {left.url: left.problem for left in leftovers if left.problem},
+        "unreadable": result.unreadable,
     }
     return {
         "steps": [step_as_json(s) for s in result.removed],
         **reasons,
-        "leftovers": list(leftovers),
+        "leftovers": [left.url for left in leftovers if not left.problem],
         "is_dry_run": is_dry_run,
     }
 
@@ -509,6 +520,7 @@ def step_as_json(step: Step) -> dict[str, Any]:
         "path": redacted(str(step.path)),
         "nbytes": step.nbytes,
         "is_complete": not step.problem,
+        "is_readable": step.error is None,
         "problem": step.problem,
         "world_size": step.manifest.world_size if step.manifest else None,
         "created": step.manifest.created if step.manifest else None,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,7 +17,11 @@ from ckpt_tools.cli.options import (
     parse_period,
     parse_storage_options,
 )
+from ckpt_tools.cli.process import fail
 from ckpt_tools.errors import NotACheckpointError, StorageError, printable, redacted
+
+if TYPE_CHECKING:
+    from ckpt_tools.publish.steps import Step
 
 Metric = Annotated[
     str | None,
@@ -30,6 +35,18 @@ Metric = Annotated[
 HigherIsBetter = Annotated[
     bool, typer.Option("--higher-is-better", help="A larger value of the metric is better.")
 ]
+
+
+def fail_if_unreadable(steps: Iterable[Step]) -> None:
+    """Ends the command, after its output, with the cause and status 15 if a step is unreadable."""
+    unread = [step for step in steps if step.error is not None]
+    if unread:
+        more = f", and {len(unread) - 1} more" * (len(unread) > 1)
+        fail(
+            f"{printable(unread[0].name)} cannot be read{more}: {unread[0].error}",
+            unread[0].error.hint if unread[0].error else None,
+            StorageError.exit_code,
+        )
 
 
 def list_(
@@ -62,6 +79,7 @@ def list_(
         render.show_steps(steps, metrics, timing)
     if others:
         print(f"not steps: {render.some_names(others)}", file=sys.stderr if as_json else sys.stdout)
+    fail_if_unreadable(steps)
 
 
 def latest(
@@ -188,8 +206,8 @@ def prune(
     the newest step without known NaN, incomplete steps, steps of other tools, and all other files
     in ROOT stay. A step also stays if it is pinned, if a link in ROOT leads to it, or if it holds
     files that no save wrote. The output lists these last ones. With --dry-run, each other step that
-    stays is listed with its rule. Exit status 15 if a step cannot be removed; the others are
-    removed.
+    stays is listed with its rule. Exit status 15 if a step cannot be removed, or not be read; the
+    others are removed.
     """
     from ckpt_tools.cli import render
     from ckpt_tools.loop.steps.retention import prune_steps as operation
@@ -217,10 +235,10 @@ def prune(
         stop.args = ("some steps may be removed already: ckpt ls shows the others",)
         raise
     if as_json:
-        print(json.dumps(render.pruned_as_json(result, [left.url for left in leftovers], dry_run)))
+        print(json.dumps(render.pruned_as_json(result, leftovers, dry_run)))
     elif not quiet:
-        render.show_pruned(result, [left.url for left in leftovers], dry_run)
-    if result.failed:
+        render.show_pruned(result, leftovers, dry_run)
+    if result.failed or result.unreadable or any(left.problem for left in leftovers):
         raise typer.Exit(StorageError.exit_code)
 
 
@@ -247,9 +265,12 @@ def best(
     from ckpt_tools.cli import render
     from ckpt_tools.publish.destinations import open_root
     from ckpt_tools.publish.retention_rules import metric_of, ranked, refuse_unknown_metric
+    from ckpt_tools.publish.steps import refuse_unreadable
 
     where = open_root(root, parse_storage_options(storage_option))
-    steps = [step for step in refuse_unknown_metric(where, metric) if not step.problem]
+    known = refuse_unknown_metric(where, metric)
+    refuse_unreadable(known, "which step is the best")
+    steps = [step for step in known if not step.problem]
     found = ranked(steps, metric, higher_is_better)
     without = [printable(step.name) for step in steps if step not in found]
     if without:
@@ -268,13 +289,10 @@ def best(
         print(f"{printable(metric)} = {metric_of(found[0], metric):g}", file=sys.stderr)
 
 
-def _on_unmeasured(root: str, storage_option: list[str] | None) -> str:
+def _on_unmeasured(steps: Iterable[Step]) -> str:
     """Returns a remark on steps whose values nobody has measured."""
     from ckpt_tools.cli.render import count
-    from ckpt_tools.publish.destinations import open_root
-    from ckpt_tools.publish.steps import list_steps
 
-    steps = list_steps(open_root(root, parse_storage_options(storage_option)))
     number = sum(step.manifest is not None and not step.manifest.has_statistics for step in steps)
     if not number:
         return ""
@@ -321,11 +339,11 @@ def check(
 
     Problems are steps that are incomplete, without a manifest, damaged, missing or not finite,
     trained tensors that do not change, and unusual updates. Values are known of steps that were
-    saved with statistics. Only --verify reads the data.
+    saved with statistics. Only --verify reads the data. Exit status 15 if a step cannot be read.
     """
-    from ckpt_tools.operations.check_run import check_run as operation
+    from ckpt_tools.operations.check_run import check_steps as operation
 
-    problems = operation(
+    problems, steps = operation(
         root,
         verify=verify,
         every=every,
@@ -337,10 +355,12 @@ def check(
         print(json.dumps([problem._asdict() for problem in problems]))
     for problem in problems if not as_json else ():
         print(problem)
+    if any(problem.kind == "unreadable" for problem in problems):
+        raise typer.Exit(StorageError.exit_code)
     if problems:
         raise typer.Exit(1)
     if not as_json:
-        print(f"{printable(root)}: no problems{_on_unmeasured(root, storage_option)}")
+        print(f"{printable(root)}: no problems{_on_unmeasured(steps)}")
 
 
 def pin(

@@ -19,6 +19,7 @@ from ckpt_tools.cli.options import (
     parse_storage_options,
     reading_options,
 )
+from ckpt_tools.cli.run_verbs import fail_if_unreadable
 from ckpt_tools.errors import StorageError, printable
 
 Price = Annotated[
@@ -146,3 +147,4 @@ def du(
         )
     else:
         render.show_bytes(found, price)
+    fail_if_unreadable(one.step for one in found)

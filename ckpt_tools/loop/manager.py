@@ -68,7 +68,7 @@ from ckpt_tools.loop.steps.waiting import retry_outage
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.retention_rules import Retention
-from ckpt_tools.publish.run_root import RunRoot
+from ckpt_tools.publish.run_root import RunRoot, log_leftovers
 from ckpt_tools.publish.step_names import STEP_PATTERNS
 from ckpt_tools.publish.steps import Step, find_latest, list_steps
 from ckpt_tools.ranks.gloo import GlooGroup
@@ -282,8 +282,7 @@ class CheckpointManager:
             )
         if self._writer.lock is None:
             self._writer.lock = self._root.claim()
-        for left in self._root.remove_leftovers():
-            log.info("removed what a dead job left: %s", left.url)
+        log_leftovers(self._root.remove_leftovers())
         rollback.complete(self._root)
 
     # ---- saving ----------------------------------------------------------------------------------
@@ -676,7 +675,7 @@ class CheckpointManager:
         self._check_open("newest_sound")
         self._group.meet("newest_sound", f"newest_sound({verify})")
         self.wait()
-        return self._search.newest_sound(verify)
+        return self._search.newest_sound(verify, self.retry_s)
 
     @property
     def last_save(self) -> SaveReport | None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.errors import CatalogError, FormatError, IntegrityError, PeerError
+from ckpt_tools.errors import CatalogError, FormatError, IntegrityError, PeerError, StorageError
 from ckpt_tools.loop.loading.load_request import LoadReport
 from ckpt_tools.loop.steps.candidates import Candidates, Chosen
 from ckpt_tools.loop.steps.waiting import retry_outage, tries_again
@@ -76,18 +77,19 @@ class StepSearch:
                     raise
                 self._pass_over(found, error, damaged)
 
-    def newest_sound(self, verify: bool) -> tuple[int, Found] | None:
+    def newest_sound(self, verify: bool, retry_s: float) -> tuple[int, Found] | None:
         """Returns the number and path of the newest step without damage; None for a new run.
 
         Args:
             verify: read every byte of the step, one share per rank.
+            retry_s: seconds of retries while the store cannot be reached.
 
         Raises:
             IntegrityError: no step is left, and some were complete once.
         """
         damaged: list[Found] = []
         while True:
-            number, found = self._choose("find the newest step", None, None, damaged, 0.0)
+            number, found = self._choose("find the newest step", None, None, damaged, retry_s)
             if found is None:
                 return None
             result = (
@@ -140,7 +142,8 @@ class StepSearch:
             is_bad = False
             if self._group.rank == 0:
                 folder, _, name = os.fspath(found).rstrip("/").rpartition("/")
-                is_bad = bool(damage(find_step(open_root(folder or "/", self._options), name)))
+                with suppress(StorageError):  # unreadable: then nothing shows that it is damaged
+                    is_bad = bool(damage(find_step(open_root(folder or "/", self._options), name)))
             return self._group.broadcast(is_bad, what)
         except PeerError:
             return False

@@ -34,7 +34,7 @@ from ckpt_tools.operations.merge_reshard import check_kept, left_out, model_view
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.sealed_source import open_sealed
-from ckpt_tools.publish.steps import list_steps
+from ckpt_tools.publish.steps import list_steps, refuse_unreadable
 from ckpt_tools.ranks.base import ALONE, Group
 from ckpt_tools.transfer.options import Path_
 from ckpt_tools.transfer.prove import (
@@ -172,7 +172,9 @@ def _chosen_steps(
     if len(given) != 1 or (last is not None and steps is not None):
         raise PlanError("expected one run, and either --last or --steps")
     root = open_root(given[0], options)
-    complete = {s.number: s for s in list_steps(root) if not s.problem}
+    there = list_steps(root)
+    refuse_unreadable(there, "which steps are complete")
+    complete = {s.number: s for s in there if not s.problem}
     if not complete:
         raise NotACheckpointError(f"no complete steps in {printable(str(root.path))}")
     if last is not None:

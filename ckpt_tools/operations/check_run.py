@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.run_bytes import WEIGHTS, optimizers_in, state_kind
 from ckpt_tools.publish.destinations import open_root
@@ -29,7 +29,8 @@ class RunProblem(NamedTuple):
 
     Attributes:
         step: the number of the step.
-        kind: incomplete, unsealed, twice, damaged, missing, not finite, unchanged, or jump.
+        kind: unreadable, incomplete, unsealed, twice, damaged, missing, not finite, unchanged, or
+            jump.
         text: the problem, for people.
     """
 
@@ -70,6 +71,26 @@ def check_run(
         NotACheckpointError: there are no steps.
         StorageError: the directory cannot be read.
     """
+    return check_steps(
+        root,
+        verify=verify,
+        every=every,
+        unchanged_steps=unchanged_steps,
+        jump=jump,
+        storage_options=storage_options,
+    )[0]
+
+
+def check_steps(
+    root: Path_,
+    *,
+    verify: bool,
+    every: int | None,
+    unchanged_steps: int,
+    jump: float,
+    storage_options: Mapping[str, Any] | None,
+) -> tuple[list[RunProblem], list[Step]]:
+    """Returns the problems of a run's steps, as `check_run` does, and the steps."""
     for name, value, is_right, wanted in (
         ("unchanged_steps", unchanged_steps, unchanged_steps >= 2, "at least 2"),
         ("jump", jump, jump > 1, "above 1"),
@@ -86,12 +107,12 @@ def check_run(
     sound = [step for step in steps if step.counts]
     found += _unchanged(sound, unchanged_steps)
     found += _large_updates(sound, jump)
-    return sorted(found, key=lambda problem: problem.step)
+    return sorted(found, key=lambda problem: problem.step), steps
 
 
 def _of_step(step: Step, verify: bool) -> Iterator[RunProblem]:
     if step.problem:
-        yield RunProblem(step.number, "incomplete", step.problem)
+        yield RunProblem(step.number, "unreadable" if step.error else "incomplete", step.problem)
         return
     if step.manifest is None:
         yield RunProblem(step.number, "unsealed", "it has no manifest; ckpt seal adds one")
@@ -103,7 +124,12 @@ def _of_step(step: Step, verify: bool) -> Iterator[RunProblem]:
         assert found is not None
         text = f"{printable(fqn)}: {found.num_nan:,} NaN, {found.num_inf:,} infinite"
         yield RunProblem(step.number, "not finite", text)
-    if verify and (problem := lasting_damage(step)):
+    try:
+        problem = lasting_damage(step) if verify else ""
+    except StorageError as error:
+        yield RunProblem(step.number, "unreadable", str(error))
+        return
+    if problem:
         yield RunProblem(step.number, "damaged", problem)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,12 +101,19 @@ def du(root: Path_, *, storage_options: Mapping[str, Any] | None = None) -> list
     steps, _ = list_all(open_root(root, storage_options))
     if not steps:
         raise no_steps(str(root))
+    return bytes_of(steps)
+
+
+def bytes_of(steps: Sequence[Step]) -> list[StepBytes]:
+    """Returns the bytes of each step of a run, as `du` does."""
     full = [step for step in steps if step.counts and not step.thinned]
     stays = Retention(last=1).reasons(full, dt.datetime.now(dt.UTC)) if full else {}
     return [_of_step(step, str(step.path) in stays) for step in steps]
 
 
 def _of_step(step: Step, stays_full: bool) -> StepBytes:
+    if step.error is not None:
+        return StepBytes(step, {}, 0, 0, step.nbytes, 0, "it cannot be read")
     if step.problem or step.superseded_by:
         why = "incomplete" if step.problem else "superseded by a rollback"
         return StepBytes(step, {}, 0, 0, step.nbytes, step.nbytes, f"{why}: remove it")

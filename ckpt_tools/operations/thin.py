@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Unpack
 
 from ckpt_tools.core.catalog import Catalog
-from ckpt_tools.core.logs import log
 from ckpt_tools.core.naming import find_optimizers, is_other_state, key_path
 from ckpt_tools.core.selection import check_globs, keep, matcher, refuse_unread
 from ckpt_tools.errors import (
@@ -31,7 +30,7 @@ from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.reasons_to_stay import reason_to_stay
 from ckpt_tools.publish.retention_rules import Retention, newest_finite
-from ckpt_tools.publish.run_root import RunRoot
+from ckpt_tools.publish.run_root import RunRoot, log_leftovers
 from ckpt_tools.publish.steps import Step, damage, list_steps, no_steps
 from ckpt_tools.storage import open_store, read
 from ckpt_tools.transfer.options import Options, Path_, Reading
@@ -66,7 +65,8 @@ class ThinResult:
     Attributes:
         thinned: steps, oldest first.
         kept: path of each full step that stays full, with the reason.
-        failed: path of each step that could not be thinned, with the error. It is as it was.
+        failed: path of each step that could not be thinned, or read, with the error. It is as it
+            was.
         is_dry_run: whether nothing was written.
     """
 
@@ -125,8 +125,7 @@ def thin(
     lock = None if dry_run else where.claim()
     try:
         if not dry_run:
-            for left in where.remove_leftovers():
-                log.info("removed what a dead job left: %s", left.url)
+            log_leftovers(where.remove_leftovers())
         return thin_steps(
             where, keep_full, keep_every, drop=drop, dtype=dtype, dry_run=dry_run, options=options
         )
@@ -156,7 +155,9 @@ def thin_steps(
         reads: read the newest full steps first. A damaged one is not counted.
     """
     result = ThinResult(is_dry_run=dry_run)
-    full = _sound(list_steps(where), reads, result.kept)
+    steps = list_steps(where)
+    result.failed.update({str(s.path): str(s.error) for s in steps if s.error is not None})
+    full = _sound(steps, reads, result.kept)
     links = where.links()
     chosen = list(_chosen(full, keep_full, keep_every, held, result.kept))
     for step in list(chosen):
@@ -195,6 +196,8 @@ def _sound(steps: Sequence[Step], reads: bool, kept: dict[str, str]) -> list[Ste
     These are the newest full step, and the newest full steps without known NaN or infinity.
     """
     for step in steps:
+        if step.error is not None:
+            continue
         if step.problem:
             kept[str(step.path)] = f"it is not complete: {step.problem}"
         elif step.twin:

@@ -12,7 +12,13 @@ from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, shares, tile_bytes
 from ckpt_tools.engine.sinks import HashSink
-from ckpt_tools.errors import CheckpointError, IntegrityError, StorageError, printable
+from ckpt_tools.errors import (
+    CheckpointError,
+    IntegrityError,
+    StorageError,
+    is_unreadable,
+    printable,
+)
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.ranks.base import ALONE, Group
 from ckpt_tools.storage import Store, read
@@ -148,6 +154,9 @@ def first_problem(manifest: Manifest, store: Store, reads_all: bool = False) -> 
         manifest: of the checkpoint.
         store: its files.
         reads_all: also read every byte.
+
+    Raises:
+        StorageError: it cannot be read, so nothing is known.
     """
 
     def check() -> None:
@@ -161,5 +170,7 @@ def first_problem(manifest: Manifest, store: Store, reads_all: bool = False) -> 
     try:
         read_again_if_wrong(store, check)
     except CheckpointError as error:
+        if is_unreadable(error):
+            raise
         return str(error)
     return ""

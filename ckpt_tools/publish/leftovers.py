@@ -33,37 +33,38 @@ def remove_abandoned(store: RemoteStore, grace_s: float, dry_run: bool) -> list[
     before = now - dt.timedelta(seconds=grace_s)
     folders = store.enter_all()
     noted = {upload for place in (store, *folders.values()) for upload in _noted_uploads(place)}
-    objects: list[str] = []
+    objects, unknown = list[str](), list[Leftover]()
     for folder, step in folders.items():
-        found = _unfinished(step, before)
-        if found and not dry_run:
-            # a copy may have continued the work since the listing, and committed it
-            found = found & _unfinished(step.fresh(), before)
-            step.remove(sorted(found))
+        try:
+            found = _unfinished(step, before)
+            if found and not dry_run:
+                # a copy may have continued the work since the listing, and committed it
+                found = found & _unfinished(step.fresh(), before)
+                step.remove(sorted(found))
+        except StorageError as error:  # the others do not depend on it
+            unknown.append(Leftover(step.url, "folder", str(error)))
+            continue
         objects += [f"{folder}/{name}" for name in sorted(found)]
     notes = _abandoned_notes(store, before)
     objects += notes
     if not dry_run:
         store.remove(notes)
-    return [Leftover(f"{store.url}/{name}", "object") for name in objects] + _uploads(
-        store.s3, store, before, dry_run, noted
-    )
+    removed = [Leftover(f"{store.url}/{name}", "object") for name in objects]
+    return removed + unknown + _uploads(store.s3, store, before, dry_run, noted)
 
 
 def _unfinished(step: RemoteStore, before: dt.datetime) -> set[str]:
     """Returns the old objects of attempts that never got an index, in one folder of a run."""
     files = step.list_files()
+    if has_index(files):  # before anything is asked about a single object
+        return set()
     left = {
         *files_of_attempts(step, files),
         *files_of_copies(step, files),
         *({LOCK} & files.keys()),
     }
     is_held = LOCK in files and is_leased(step)  # by a copy
-    if (
-        has_index(files)
-        or is_held
-        or any(step.modified(name) is None or step.modified(name) > before for name in left)
-    ):
+    if is_held or any(step.modified(name) is None or step.modified(name) > before for name in left):
         return set()
     return {name for name, about in step.object_infos(left).items() if about.is_marked}
 
@@ -122,7 +123,9 @@ def _noted_uploads(store: RemoteStore) -> list[str]:
     for name in store.list_files():
         note = note_of(name)
         if note and note[0] == UPLOADS and store.size(name) <= MAX_WHOLE_BYTES:
-            with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            with suppress(
+                ValueError, TypeError, KeyError, AttributeError, RecursionError, StorageError
+            ):
                 uploads = json.loads(read(store, name))["uploads"]
                 found += [str(upload_id) for upload_id, _ in uploads.values()]
     return found

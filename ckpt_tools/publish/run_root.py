@@ -9,6 +9,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from ckpt_tools.core.logs import log
+from ckpt_tools.errors import printable
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.lock import RootLock
 from ckpt_tools.storage import Store
@@ -17,10 +19,23 @@ GRACE_S = 24 * 3600.0
 
 
 class Leftover(NamedTuple):
-    """Unfinished work of a dead job: a path, or the URL of an object or upload, and its kind."""
+    """Unfinished work of a dead job: a path, or the URL of an object or upload, and its kind.
+
+    `problem` tells why it could not be looked at, or removed; "" if it was removed.
+    """
 
     url: str
     what: str
+    problem: str = ""
+
+
+def log_leftovers(found: Sequence[Leftover]) -> None:
+    """Logs the unfinished work that was removed, and warns of what could not be looked at."""
+    for left in found:
+        if left.problem:
+            log.warning("%s stays, whatever it is: %s", printable(left.url), left.problem)
+        else:
+            log.info("removed what a dead job left: %s", left.url)
 
 
 class RootEntries(NamedTuple):
@@ -122,7 +137,8 @@ class RunRoot(Protocol):
             dry_run: remove nothing.
 
         Raises:
-            StorageError: it cannot be listed or removed.
+            StorageError: the root cannot be listed. A folder that cannot be read is returned with
+                its problem.
         """
         ...
 

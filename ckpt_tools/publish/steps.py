@@ -7,13 +7,19 @@ never touched.
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.errors import CheckpointError, NotACheckpointError, StorageError, printable
+from ckpt_tools.errors import (
+    CheckpointError,
+    NotACheckpointError,
+    StorageError,
+    is_unreadable,
+    printable,
+)
 from ckpt_tools.formats.base import MANIFEST, PIN, note_of
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.registry import INDEXES, check_metadata, detect_in
@@ -39,7 +45,8 @@ class Step:
         path: a path; a URL in an object store.
         nbytes: bytes of its files.
         manifest: None if this tool did not write the step.
-        problem: why no job can resume from it; "" if one can.
+        problem: why no job can resume from it, as far as is known; "" if one can.
+        error: why it cannot be read now. Then nothing else is known about it.
         store: the store of its files.
         superseded_by: the first step of the branch that replaced it; "" if none has.
         is_pinned: whether it holds a pin.
@@ -55,6 +62,7 @@ class Step:
     superseded_by: str = ""
     is_pinned: bool = False
     twin: str = ""
+    error: StorageError | None = field(default=None, compare=False, repr=False)
 
     def __fspath__(self) -> str:
         """Returns the path or URL, so that a step may be given where a checkpoint is expected."""
@@ -310,7 +318,7 @@ def _is_in_effect(note: RollbackNote, found: _Found) -> bool:
     for number, store in found.steps:
         if store.url.rstrip("/").rpartition("/")[2] == note.step:
             step = look_at(number, store)
-            return (
+            return step.error is not None or (  # then nobody counts the steps of the other branch
                 not step.problem
                 and step.manifest is not None
                 and step.manifest.attempt == note.attempt
@@ -358,7 +366,8 @@ def look_at(number: int | None, store: Store | Path) -> Step:
             number or 0, path, sum(files.values()), manifest, problem, store, is_pinned=PIN in files
         )
     except CheckpointError as error:
-        return Step(number or 0, path, 0, None, str(error), store)
+        cause = error if isinstance(error, StorageError) and error.is_unreadable else None
+        return Step(number or 0, path, 0, None, str(error), store, error=cause)
     finally:
         store.close()
 
@@ -372,21 +381,48 @@ def _other_number(number: int | None, manifest: Manifest) -> str:
 def _foreign_problem(store: Store) -> str:
     try:
         detect_in(store)
-    except CheckpointError:
+    except CheckpointError as error:
+        if is_unreadable(error):
+            raise
         return _UNFINISHED
     return ""
+
+
+def refuse_unreadable(steps: Iterable[Step], why: str) -> None:
+    """Raises the error of the first step that cannot be read, if there is one.
+
+    Args:
+        steps: of a run.
+        why: what cannot be known without it: "which step is the newest".
+
+    Raises:
+        StorageError: a step cannot be read.
+    """
+    for step in steps:
+        if (error := step.error) is not None:
+            raise StorageError(
+                f"{printable(step.name)} cannot be read, so it is not known {why}: {error}",
+                hint=error.hint,
+                is_transient=error.is_transient,
+                is_unreadable=True,
+            )
 
 
 def unsound(step: Step) -> str:
     """Reads the index of a step without a manifest, and returns why no job can resume from it.
 
     Returns "" if a job can. For a sealed step, it returns the known problem and reads nothing.
+
+    Raises:
+        StorageError: it cannot be read.
     """
     if step.problem or step.manifest is not None:
         return step.problem
     try:
         check_metadata(_store_of(step))
     except CheckpointError as error:
+        if is_unreadable(error):
+            raise
         return str(error)
     return ""
 
@@ -395,9 +431,16 @@ def damage(step: Step | None) -> str:
     """Reads a whole step and returns its problem; "" if it has none.
 
     Without a manifest, only the index is checked.
+
+    Raises:
+        StorageError: it cannot be read.
     """
-    if step is None or step.problem or step.manifest is None:
-        return unsound(step) if step is not None else "it is gone"
+    if step is None:
+        return "it is gone"
+    if step.error is not None:
+        raise step.error
+    if step.problem or step.manifest is None:
+        return unsound(step)
     store = _store_of(step)
     try:
         return first_problem(step.manifest, store, reads_all=True)
@@ -421,7 +464,10 @@ def is_there(step: Step) -> bool:
     """Tells whether a step is still under its name. Retention may remove it while it is read."""
     if isinstance(step.path, Path) and not step.path.exists():
         return False
-    return look_at(step.number, _store_of(step)).attempt == step.attempt
+    now = look_at(step.number, _store_of(step))
+    if now.error is not None:
+        raise now.error
+    return now.attempt == step.attempt
 
 
 def find_latest(
@@ -437,6 +483,9 @@ def find_latest(
         verify: also read every byte, and pass over a step whose checksums are wrong.
         skip: paths that are known to be damaged.
         allow_not_finite: take also a step whose save found NaN or infinity.
+
+    Raises:
+        StorageError: the root cannot be read, or a step that may be the newest.
     """
     best = Latest(None, ())
     for _ in range(_LOOKS):
@@ -464,6 +513,7 @@ def _latest(
         step = _judged(seen, superseded_by)
         if step.path in skip or step.superseded_by:
             continue
+        refuse_unreadable([step], "which step is the newest complete one")
         problem = lasting_damage(step) if verify else unsound(step)
         if problem is None:
             continue  # a newer one has taken its place
@@ -486,7 +536,9 @@ def _was_complete(step: Step) -> bool:
     """
     try:
         names = _store_of(step).list_files()
-    except StorageError:
+    except StorageError as error:
+        if error.is_unreadable:
+            raise
         return False
     return dcp.LOOKS_FOR in names or any(note_of(n) == (MANIFEST, "") for n in names)
 

@@ -22,6 +22,8 @@ _SHORT_BYTES = 8 << 10  # too short to be worth a system call
 _LONG_BYTES = 64 << 20
 _LOOKS = 3
 _SYNC_FILE_RANGE_WRITE = 2
+# such an error tells what lies at a path; any other one, that it could not be read
+_OF_THE_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
 if _sync_file_range is not None:
     _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
@@ -36,7 +38,10 @@ def failed(operation: str, path: str | Path, error: OSError) -> StorageError:
     }
     message = f"cannot {operation}: {error.strerror or error} ({printable(str(path))})"
     return StorageError(
-        message, hint=hints.get(error.errno or 0), is_missing=error.errno == errno.ENOENT
+        message,
+        hint=hints.get(error.errno or 0),
+        is_missing=error.errno == errno.ENOENT,
+        is_unreadable=error.errno not in _OF_THE_PATH,
     )
 
 

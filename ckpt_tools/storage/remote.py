@@ -346,6 +346,7 @@ class RemoteStore:
             f"a file ended early: expected bytes {start}:{start + nbytes}, got up to {start + got}"
             f" ({printable(path)})",
             hint="the object is truncated, or was replaced while it was read",
+            is_unreadable=start + nbytes <= self.size(path),
         )
 
     def _call(self, operation: str, path: str, call: Any, missing: Any = None) -> Any:

@@ -130,7 +130,10 @@ def failure(operation: str, url: str, error: BaseException) -> StorageError:
     advice = hint(error)
     text = f"cannot {operation}: {error_text(error, url)} ({printable(url)})"
     return StorageError(
-        text, hint=advice, is_transient=advice in (None, _UNREACHABLE) and _is_outage(error)
+        text,
+        hint=advice,
+        is_transient=advice in (None, _UNREACHABLE) and _is_outage(error),
+        is_unreadable=True,
     )
 
 

@@ -120,6 +120,46 @@ def faulty(
         yield url, breaker.log
 
 
+@dataclass
+class Refuser(Breaker):
+    """Refuses to read the objects whose names have a text, as long as it is not empty."""
+
+    answer_of: str = ""
+    wanted: str = ""
+
+    def choose(self, request: web.Request) -> str:
+        is_read = request.method in ("GET", "HEAD") and "list-type" not in request.query
+        is_hit = is_read and self.wanted and self.wanted in request.path and not request.query
+        self.log.extend([self.answer_of] if is_hit else [])
+        return self.answer_of if is_hit else ""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        kind = self.choose(request)
+        if kind == "reset":
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if not kind:
+            return await super().handle(request)
+        status, code = kind.split()
+        text = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>"
+        return web.Response(status=int(status), text=text, content_type="application/xml")
+
+
+@contextmanager
+def refusing(endpoint: str, wanted: str, kind: str) -> Iterator[tuple[str, Refuser]]:
+    """Yields the URL of a proxy that refuses reads, and the proxy, whose `wanted` may change.
+
+    Args:
+        endpoint: of the store.
+        wanted: part of the names of the objects.
+        kind: `reset`, or the status and the code of S3's answer.
+    """
+    refuser = Refuser(endpoint, 0.0, (), False, 0, random.Random(0), answer_of=kind, wanted=wanted)
+    with before(refuser) as url:
+        yield url, refuser
+
+
 @contextmanager
 def watched(endpoint: str) -> Iterator[tuple[str, list[tuple[web.Request, int]]]]:
     """Yields a proxy's URL that breaks nothing, and the list of requests with the status of each

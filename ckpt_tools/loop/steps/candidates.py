@@ -12,7 +12,14 @@ from ckpt_tools.errors import IntegrityError, NotACheckpointError, StorageError,
 from ckpt_tools.loop.steps import rollback
 from ckpt_tools.loop.steps.waiting import with_hint
 from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.steps import Latest, Step, latest_of, list_steps, number_of
+from ckpt_tools.publish.steps import (
+    Latest,
+    Step,
+    latest_of,
+    list_steps,
+    number_of,
+    refuse_unreadable,
+)
 from ckpt_tools.storage import place_of
 
 _SHOWN = 3
@@ -170,6 +177,7 @@ class Candidates:
             raise NotACheckpointError(
                 f"no step {number} in {printable(str(self.root.path))}; there are: {shown}"
             )
+        refuse_unreadable([found], "whether it is complete")
         if found.problem:
             raise NotACheckpointError(
                 f"step {number} is not complete: {found.problem} ({printable(str(found.path))})"

@@ -21,7 +21,7 @@ from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.retention_rules import Retention
 from ckpt_tools.publish.rollback_notes import RollbackNote, remove_note, write_note
-from ckpt_tools.publish.run_root import RunRoot
+from ckpt_tools.publish.run_root import RunRoot, log_leftovers
 from ckpt_tools.publish.step_names import STEP_PATTERNS, step_name
 from ckpt_tools.publish.steps import (
     Step,
@@ -30,6 +30,7 @@ from ckpt_tools.publish.steps import (
     find_step,
     list_newer,
     list_steps,
+    refuse_unreadable,
     rollbacks,
 )
 from ckpt_tools.storage import LocalStore
@@ -91,8 +92,7 @@ class Mirror:
 
     def _begin(self) -> None:
         """Lists the store for the first time, and removes leftovers."""
-        for left in self.there.remove_leftovers():
-            log.info("removed what a dead job left: %s", left.url)
+        log_leftovers(self.there.remove_leftovers())
         rollback.complete(self.there)
         self._is_known = True
         wanted = [
@@ -241,6 +241,7 @@ class Mirror:
         passed, number = self._retained().passed, manifest.step or 0
         for step in list_newer(self.there, number):
             is_left = (step.name, step.attempt) in superseded or str(step.path) in passed
+            refuse_unreadable([step], "whether the mirror is ahead of this run")
             if step.problem or step.manifest is None or is_left:
                 continue
             raise StorageError(

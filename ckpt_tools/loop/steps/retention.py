@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.core.logs import log
-from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
+from ckpt_tools.errors import CheckpointError, NotACheckpointError, StorageError, printable
 from ckpt_tools.formats.base import PIN
 from ckpt_tools.operations.thin import thin_steps
 from ckpt_tools.publish.destinations import open_root
@@ -43,6 +43,8 @@ class Pruned:
         damaged: path of each step that was read and found damaged, with the problem. Such a step is
             neither counted nor removed.
         failed: path of each step that could not be removed, with the error.
+        unreadable: path of each step that cannot be read now, with the error. Such a step is
+            neither counted nor removed.
     """
 
     removed: list[Step] = field(default_factory=list)
@@ -50,6 +52,7 @@ class Pruned:
     damaged: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     policies: dict[str, str] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
 
 
 def removable(
@@ -105,18 +108,23 @@ def prune_steps(
     if not root.exists():
         raise NotACheckpointError(f"not a directory: {printable(str(root.path))}")
     steps, needed = survey(root)
+    unreadable: dict[str, str] = {}
     to_remove, damaged = _choose(
         [step for step in steps if str(step.path) not in passed],
         lambda counted: removable(counted, rules, kept),
         {None: _needed, True: rules.reasons_beside, False: _none}[reads],
+        unreadable,
     )
     if to_remove and reads is not False:  # reading takes long: a job may have gone back since
         steps, needed = survey(root)
-        left = [s for s in steps if str(s.path) not in passed and str(s.path) not in damaged]
+        wrong = {*damaged, *unreadable}
+        left = [s for s in steps if str(s.path) not in passed and str(s.path) not in wrong]
         now = {(s.name, s.attempt) for s in removable(left, rules, kept)}
         to_remove = [step for step in to_remove if (step.name, step.attempt) in now]
-    counted = [step for step in steps if step.counts and str(step.path) not in damaged]
-    result = Pruned(damaged=damaged, policies=_reasons(counted, rules))
+    unreadable |= {str(step.path): step.problem for step in steps if step.error is not None}
+    wrong = {*damaged, *unreadable}
+    counted = [step for step in steps if step.counts and str(step.path) not in wrong]
+    result = Pruned(damaged=damaged, policies=_reasons(counted, rules), unreadable=unreadable)
     for step in steps:
         if step.twin:
             result.kept[str(step.path)] = step.twin_note
@@ -168,6 +176,8 @@ def retain(
         log.info("removed %s: newer ones are complete", step.path)
     for path, text in result.failed.items():
         log.warning("could not remove %s: %s", path, text)
+    for path, text in result.unreadable.items():
+        log.warning("%s is not counted, since it cannot be read: %s", path, text)
     for path, reason in result.kept.items():
         if (text := f"{path} stays: {reason}") not in told:
             log.warning("%s", text)
@@ -211,6 +221,7 @@ def _choose(
     steps: Sequence[Step],
     rule: Callable[[list[Step]], list[Step]],
     to_read: Callable[[Sequence[Step]], Iterable[tuple[Step, str]]],
+    unreadable: dict[str, str],
 ) -> tuple[list[Step], dict[str, str]]:
     """Returns the sound steps that the rule allows to remove, and the problems of damaged steps.
 
@@ -218,18 +229,23 @@ def _choose(
         steps: of a run.
         rule: returns the steps to remove.
         to_read: returns those of the steps that stay which must be sound.
+        unreadable: gets those that cannot be read, with the error.
     """
     damaged: dict[str, str] = {}
     sound: set[str] = set()
     while True:
-        steps = [s for s in steps if str(s.path) not in damaged]
+        steps = [s for s in steps if str(s.path) not in {*damaged, *unreadable}]
         to_remove = rule(list(steps))
         left = [s for s in steps if s.counts and s not in to_remove]
         doubtful = (step for step, _ in to_read(left))
         step = next((s for s in doubtful if str(s.path) not in sound), None)
         if not to_remove or step is None:
             return to_remove, damaged
-        problem = lasting_damage(step)
+        try:
+            problem = lasting_damage(step)
+        except StorageError as error:
+            unreadable[str(step.path)] = str(error)
+            continue
         if problem is None:
             steps = [s for s in steps if s is not step]  # another process has removed it
             continue

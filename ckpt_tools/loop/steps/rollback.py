@@ -13,12 +13,18 @@ from ckpt_tools.errors import printable
 from ckpt_tools.operations.copy import copy
 from ckpt_tools.publish.rollback_notes import RollbackNote, remove_note, write_note
 from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.steps import Step, list_steps, rollbacks
+from ckpt_tools.publish.steps import Step, list_steps, refuse_unreadable, rollbacks
 
 
 def newer_than(steps: Iterable[Step], number: int) -> dict[str, str]:
-    """Returns the names of the steps above a number, complete or not, each with its attempt."""
-    return {s.name: s.attempt for s in steps if s.number > number}
+    """Returns the names of the steps above a number, complete or not, each with its attempt.
+
+    Raises:
+        StorageError: one of them cannot be read.
+    """
+    newer = [step for step in steps if step.number > number]
+    refuse_unreadable(newer, "which steps a new branch supersedes")
+    return {step.name: step.attempt for step in newer}
 
 
 def merged(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:

@@ -9,18 +9,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 from ckpt_tools.core.statistics import TensorStatistics
-from ckpt_tools.errors import CheckpointError, printable, redacted
+from ckpt_tools.errors import CheckpointError, is_unreadable, printable, redacted
 from ckpt_tools.formats.registry import open_source
 from ckpt_tools.operations.convert.flat_shapes import lay_beside
 from ckpt_tools.operations.diff import diff
 from ckpt_tools.operations.inspect import inspect
-from ckpt_tools.operations.run_bytes import WEIGHTS, du, nbytes_of, optimizers_in, state_kind
+from ckpt_tools.operations.run_bytes import (
+    WEIGHTS,
+    bytes_of,
+    nbytes_of,
+    optimizers_in,
+    state_kind,
+)
 from ckpt_tools.operations.stats import sealed_statistics, stats
 from ckpt_tools.operations.verify import verify
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.find_manifest import manifest_of
 from ckpt_tools.publish.manifest import Manifest
-from ckpt_tools.publish.steps import Step, list_steps
+from ckpt_tools.publish.steps import Step, list_all
 from ckpt_tools.transfer.options import Path_, Reading
 from ckpt_tools.version import __version__
 
@@ -28,12 +34,18 @@ Values = dict[str, Any]
 _DIGITS = 4
 
 
-def is_run(path: Path_, options: Mapping[str, Any] | None) -> bool:
-    """Tells whether a path is the directory of a run, with steps below it."""
+def steps_of(path: Path_, options: Mapping[str, Any] | None) -> list[Step]:
+    """Returns the steps of a run; none if a path is not the directory of a run.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
     try:
-        return bool(list_steps(open_root(path, options)))
-    except CheckpointError:
-        return False
+        return list_all(open_root(path, options))[0]
+    except CheckpointError as error:
+        if is_unreadable(error):
+            raise
+        return []
 
 
 def of_checkpoint(src: Path_, reads: bool, **options: Unpack[Reading]) -> Values:
@@ -105,17 +117,14 @@ def _of_damaged(path: str, problems: Sequence[str]) -> Values:
     }
 
 
-def of_run(root: Path_, **options: Unpack[Reading]) -> Values:
+def of_run(root: Path_, steps_there: Sequence[Step]) -> Values:
     """Returns the numbers of a run: of each step, and of each tensor over the steps.
 
-    It reads names and manifests only.
-
-    Raises:
-        NotACheckpointError: there are no steps.
-        StorageError: the directory cannot be read.
+    Args:
+        root: directory of the run.
+        steps_there: its steps.
     """
-    storage_options = options.get("storage_options")
-    found = du(root, storage_options=storage_options)
+    found = bytes_of(steps_there)
     sound = [one.step for one in found if not one.step.problem and not one.step.superseded_by]
     measured = [step for step in sound if step.is_finite is not None]
     newest = next(iter([*measured[-1:], *sound[-1:]]), None)
@@ -155,6 +164,7 @@ def of_run(root: Path_, **options: Unpack[Reading]) -> Values:
         "steps": steps,
         "reclaimable": sum(one.reclaimable for one in found),
         "problems": problems,
+        "unreadable": [s.step.number for s in found if s.step.error is not None],
         "not_finite": not_finite,
         "newest": newest.number if newest is not None else None,
         "is_measured": bool(measured),
@@ -333,9 +343,12 @@ def _verdict_of_run(found_steps: Sequence[Step]) -> str:
     bad = [s for s in found_steps if s.problem]
     not_finite = [s.number for s in found_steps if s.is_finite is False]
     unknown = sum(s.is_finite is None and not s.problem for s in found_steps)
+    unread = sum(s.error is not None for s in bad)
     parts = [f"{len(found_steps) - len(bad)} complete steps"]
-    if bad:
-        parts.append(f"{len(bad)} incomplete")
+    if unread:
+        parts.append(f"{unread} cannot be read")
+    if len(bad) > unread:
+        parts.append(f"{len(bad) - unread} incomplete")
     if not_finite:
         parts.append(f"not finite: step {', '.join(map(str, not_finite[:8]))}")
     if unknown:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -39,14 +39,26 @@ def report_data(
     """
     if other is not None:
         return collect.of_difference(src, other, **options)
-    if collect.is_run(src, options.get("storage_options")):
-        return collect.of_run(src, **options)
+    if steps := collect.steps_of(src, options.get("storage_options")):
+        return collect.of_run(src, steps)
     try:
         return collect.of_checkpoint(src, read_values, **options)
     except CheckpointError:
-        if collect.is_run(src, options.get("storage_options")):  # its first step is there now
-            return collect.of_run(src, **options)
+        if steps := collect.steps_of(src, options.get("storage_options")):  # the first is there now
+            return collect.of_run(src, steps)
         raise
+
+
+def refuse_unread(data: Mapping[str, Any]) -> None:
+    """Raises if a report lacks steps that cannot be read.
+
+    Raises:
+        StorageError: there are such steps.
+    """
+    if unread := data.get("unreadable"):
+        text = next(p for p in data["problems"] if p.startswith(f"step {unread[0]}: "))
+        more = f", and {len(unread) - 1} more steps" * (len(unread) > 1)
+        raise StorageError(f"the report lacks steps that cannot be read: {text}{more}")
 
 
 @checked(Reading)
@@ -68,7 +80,8 @@ def report(
         **options: see `Reading`.
 
     Raises:
-        StorageError: the file exists, or cannot be written.
+        StorageError: the file exists, or cannot be written. Or the file is written, and lacks steps
+            that cannot be read.
         CheckpointError: plotly is not installed, or something cannot be read.
     """
     if "://" in os.fspath(output):
@@ -78,7 +91,8 @@ def report(
         raise PlanError(f"a report is an HTML file: expected a name that ends in .html, got {path}")
     if os.path.lexists(path) and not overwrite:
         raise StorageError(f"it exists: {printable(str(path))}", hint="--overwrite replaces it")
-    page = render_page(report_data(src, other, read_values=read_values, **options))
+    data = report_data(src, other, read_values=read_values, **options)
+    page = render_page(data)
     part = path.with_name(f".tmp.{path.name}.{os.getpid()}")
     try:
         part.write_bytes(page)
@@ -88,6 +102,7 @@ def report(
         raise StorageError(
             f"cannot write {printable(str(path))}: {error.strerror or error}"
         ) from error
+    refuse_unread(data)
     return len(page)
 
 

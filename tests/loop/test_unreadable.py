@@ -1,0 +1,179 @@
+"""A store that refuses to read says nothing about a checkpoint: no verb takes it for damage."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools import CheckpointManager, StorageError
+from tests.command import run_command
+from tests.loop.test_outages import Impatient, later
+from tests.servers.faults import refusing, watched
+from tests.servers.servers import Server
+
+REFUSALS = {
+    "forbidden": "403 AccessDenied",
+    "expired": "400 ExpiredToken",
+    "archived": "403 InvalidObjectState",
+    "broken": "500 InternalError",
+    "reset": "reset",
+}
+NEWEST = "run/step-00000003/"
+VERBS = ("ls", "du", "check", "report", "latest", "best", "prune", "thin")
+
+
+def state(value: float = 1.0) -> dict[str, Any]:
+    return {"w": torch.full((5,), value)}
+
+
+@dataclass
+class Run:
+    """A run of three steps in a bucket."""
+
+    server: Server
+    root: str
+
+    @property
+    def endpoint(self) -> str:
+        return self.server.endpoint
+
+    def behind(self, url: str) -> dict[str, Any]:
+        return Impatient(self.server.name, url).options
+
+
+@pytest.fixture
+def run(server: Server) -> Run:
+    server.bucket("refused")
+    root = f"s3://refused/{uuid.uuid4()}/run"
+    with CheckpointManager(root, storage_options=server.options) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state(step), metrics={"loss": 1.0 / step}, asynchronous=False)
+    return Run(server, root)
+
+
+def words(options: dict[str, Any]) -> list[str]:
+    pairs = {
+        "endpoint_url": options["endpoint_url"],
+        "key": options["key"],
+        "secret": options["secret"],
+    }
+    quick = {"retries": {"max_attempts": 0}, "connect_timeout": 2, "read_timeout": 10}
+    found = [f"--storage-option={name}={value}" for name, value in pairs.items()]
+    return [*found, f"--storage-option=config_kwargs={json.dumps(quick)}"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, ".metadata") for kind in REFUSALS.values()] + [("403 AccessDenied", "ckpt")],
+)
+def test_a_refused_read_of_the_newest_step_resumes_no_older_one(
+    run: Run, kind: str, name: str
+) -> None:
+    with refusing(run.endpoint, "", kind) as (url, refuser):
+        options = run.behind(url)
+        with CheckpointManager(run.root, storage_options=options, retry_s=1) as checkpoints:
+            refuser.wanted = NEWEST + name
+            into = state(0)
+            with pytest.raises(
+                StorageError, match="step-00000003 cannot be read, so it is not known which"
+            ):
+                checkpoints.resume(into)
+            with pytest.raises(StorageError):
+                checkpoints.save(3, state(9), asynchronous=False)
+            assert into["w"].tolist() == [0] * 5 and refuser.log
+            refuser.wanted = ""
+            assert checkpoints.resume(into) == 3 and into["w"].tolist() == [3] * 5
+
+
+def test_a_read_that_is_refused_for_a_while_is_waited_for(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    with refusing(run.endpoint, "", REFUSALS["broken"]) as (url, refuser):
+        options = run.behind(url)
+        with CheckpointManager(run.root, storage_options=options, retry_s=60) as checkpoints:
+            refuser.wanted = f"{NEWEST}.metadata"
+            timer = later(4, lambda: setattr(refuser, "wanted", ""))
+            into = state(0)
+            assert checkpoints.resume(into) == 3 and into["w"].tolist() == [3] * 5
+            timer.join()
+    assert "trying again for" in caplog.text and "passed over" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("verb", "kind"), [(verb, "403 AccessDenied") for verb in VERBS] + [("ls", "500 InternalError")]
+)
+def test_every_verb_of_a_run_says_that_it_could_not_read(
+    run: Run, verb: str, kind: str, tmp_path: Path
+) -> None:
+    more = {
+        "best": ["--metric", "loss"],
+        "prune": ["--keep-last", "1", "--dry-run"],
+        "thin": ["--keep-full", "1", "--dry-run"],
+        "report": ["-o", str(tmp_path / "page.html")],
+    }
+    with refusing(run.endpoint, NEWEST, kind) as (url, _):
+        done = run_command(verb, run.root, *more.get(verb, []), *words(run.behind(url)))
+    assert done.returncode == 15, done.stdout + done.stderr
+    text = done.stdout + done.stderr
+    assert "step-00000003" in text or "step 3" in text, text
+    assert kind.split()[1] in text, text
+    assert "remove it" not in text and "incomplete" not in text, text
+    assert "would remove" not in text or "step-00000003 " not in text.partition("stays")[0], text
+    if verb == "report":
+        assert (tmp_path / "page.html").stat().st_size > 10_000, "the page has the others"
+
+
+def test_one_old_step_that_cannot_be_read_stops_neither_a_job_nor_a_prune(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    with refusing(run.endpoint, "run/step-00000001/", REFUSALS["forbidden"]) as (url, _):
+        options = run.behind(url)
+        found = ckpt_tools.prune(run.root, 1, storage_options=options)
+        assert [step.number for step in found.removed] == [2]
+        assert list(found.unreadable) == [f"{run.root}/step-00000001"]
+        with CheckpointManager(run.root, storage_options=options, keep_last=1) as checkpoints:
+            into = state(0)
+            assert checkpoints.resume(into) == 3
+            checkpoints.save(4, state(4), asynchronous=False)
+    assert "step-00000001 is not counted, since it cannot be read" in caplog.text
+    left = ckpt_tools.steps(run.root, storage_options=run.server.options)
+    assert [step.number for step in left if not step.problem] == [1, 3, 4], (
+        "the step of the resume stays until the next retention"
+    )
+
+
+def test_a_disk_that_fails_is_no_damage_either(tmp_path: Path) -> None:
+    """A manifest that may not be read, as root may read all: a directory in its place is damage."""
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state(step), asynchronous=False)
+    step = tmp_path / "run" / "step-00000002"
+    (manifest,) = [p for p in step.iterdir() if "manifest" in p.name]
+    manifest.write_bytes(manifest.read_bytes()[:-40])  # damage: cut short
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        into = state(0)
+        assert checkpoints.resume(into) == 1
+
+
+def test_a_start_asks_for_no_single_object_of_complete_steps(run: Run) -> None:
+    with watched(run.endpoint) as (url, passed):
+        options = run.behind(url)
+        with CheckpointManager(run.root, storage_options=options, keep_last=1):
+            pass
+    heads = [
+        request.path
+        for request, _ in passed
+        if request.method == "HEAD" and "step-" in request.path
+    ]
+    assert not heads
+    lists = [
+        request for request, _ in passed if request.method == "GET" and "list-type" in request.query
+    ]
+    assert len(lists) < 8
