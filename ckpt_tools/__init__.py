@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from ckpt_tools.core.statistics import TensorStatistics
     from ckpt_tools.loop.loading.load import load
     from ckpt_tools.loop.loading.load_request import LoadReport
-    from ckpt_tools.loop.loading.reader import Checkpoint, StoredTensor
-    from ckpt_tools.loop.loading.reader import open_checkpoint as open
+    from ckpt_tools.loop.loading.reader import Checkpoint, StoredTensor, open_checkpoint
     from ckpt_tools.loop.manager import CheckpointManager
     from ckpt_tools.loop.saving.huggingface_copies import HuggingFace
     from ckpt_tools.loop.saving.save import SaveReport
@@ -58,6 +57,8 @@ if TYPE_CHECKING:
     from ckpt_tools.publish.retention_rules import Retention
     from ckpt_tools.publish.steps import Step
     from ckpt_tools.transfer.result import TransferResult
+
+    open = open_checkpoint  # noqa: A001  # not in __all__: `import *` would replace Python's own
 
 __all__ = [
     "CatalogError",
@@ -109,7 +110,6 @@ __all__ = [
     "latest",
     "load",
     "merge",
-    "open",
     "plot",
     "prune",
     "report",
@@ -195,4 +195,4 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     """Returns the names of the package, with operations that are not imported yet."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "open"})

@@ -147,6 +147,7 @@ PUBLIC_IN_0_1_0 = (
 
 def test_every_public_name_of_0_1_0_is_still_there_and_documented() -> None:
     assert set(PUBLIC_IN_0_1_0) <= set(ckpt_tools.__all__)
+    assert "open" not in ckpt_tools.__all__, "import * would replace Python's own"
     for name in ckpt_tools.__all__:
         value = getattr(ckpt_tools, name)
         assert name == "__version__" or value.__doc__

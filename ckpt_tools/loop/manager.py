@@ -66,7 +66,7 @@ from ckpt_tools.loop.steps.candidates import Candidates
 from ckpt_tools.loop.steps.mirror import Mirror
 from ckpt_tools.loop.steps.waiting import retry_outage
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.destinations import open_root, refuse_tilde
 from ckpt_tools.publish.retention_rules import Retention
 from ckpt_tools.publish.run_root import RunRoot, log_leftovers
 from ckpt_tools.publish.step_names import STEP_PATTERNS
@@ -205,6 +205,7 @@ class CheckpointManager:
         proof = Proof.of(replicas)
         self._jobs = num_threads(jobs, ranks_on_host(), is_beside_training=True)
         limits = WriteLimits(writer_jobs or self._jobs, writer_nice, max_mbps)
+        refuse_tilde(root)
         # absolute: the job may change its working directory
         self._root = open_root(
             root if is_url(root) else Path(local_path(root)).absolute(), storage_options
@@ -237,6 +238,7 @@ class CheckpointManager:
             limits,
         )
         self._save_times = SaveTimes(self._root, save_every, save_every_s)
+        self._writer.on_failure = self._save_times.failed
         try:
             self._claim(there, mirror_every)
             self._late = LateStaging() if overlap_copy else None
@@ -353,6 +355,7 @@ class CheckpointManager:
         may_skip = is_background and self.when_busy == "skip"
         request = SaveRequest(
             what,
+            name is None,
             state,
             only,
             files,
@@ -373,35 +376,49 @@ class CheckpointManager:
                     step,
                 )
                 return True
-            self._save_times.saved()
-            collected = self._collector.collect(request, laps)
-            # before the copy, so that both see the same values
-            measured = measure_on_device(collected.tensors) if collected.extras.statistics else None
-            staged = self._stage_shards(collected, is_background)
-            if measured is not None:
-                measured.hold_updates()
-            laps.lap("copy")
-        extras = replace(collected.extras, timing=laps.seconds, measured=measured)
-        stall_s = time.monotonic() - began if is_background else 0.0
-        save = PendingSave(
-            step,
-            what,
-            name is None,
-            collected.layout,
-            staged,
-            collected.objects,
-            overwrite,
-            extras,
-            stall_s,
-        )
+            self._save_times.began()
+            try:
+                save = self._collected(request, step, overwrite, is_background, began, laps)
+            except BaseException:
+                self._save_times.failed()
+                raise
         try:
             if is_background:
                 self._writer.submit(save, self._writers)
             else:
                 self._writer.write(save, self._group)
         finally:
-            staged.raise_interrupt()
+            save.staged.raise_interrupt()
         return True
+
+    def _collected(
+        self,
+        request: SaveRequest,
+        step: int,
+        overwrite: bool,
+        is_background: bool,
+        began: float,
+        laps: Laps,
+    ) -> PendingSave:
+        """Returns what this rank writes, copied to host memory."""
+        collected = self._collector.collect(request, laps)
+        # before the copy, so that both see the same values
+        measured = measure_on_device(collected.tensors) if collected.extras.statistics else None
+        staged = self._stage_shards(collected, is_background)
+        if measured is not None:
+            measured.hold_updates()
+        laps.lap("copy")
+        return PendingSave(
+            step,
+            request.what,
+            request.is_numbered,
+            collected.layout,
+            staged,
+            collected.objects,
+            overwrite,
+            replace(collected.extras, timing=laps.seconds, measured=measured),
+            time.monotonic() - began if is_background else 0.0,
+        )
 
     def _refuse_taken(self, step: int, what: str, overwrite: bool, is_numbered: bool) -> None:
         """Refuses a step that is there already, or an older one. Only rank 0 calls it."""
@@ -746,6 +763,10 @@ class CheckpointManager:
             self._writer.lock.release()
         self._group.close()
         self._writers.close()
+
+    def __repr__(self) -> str:
+        state = "" if self._is_open else ", closed"
+        return f"CheckpointManager({str(self.root)!r}, last_step={self.last_step}{state})"
 
     def __enter__(self) -> CheckpointManager:
         return self

@@ -27,12 +27,13 @@ class SaveTimes:
         """Starts the clock."""
         self.every, self.every_s, self._root = every, every_s, root
         self._last_save, self._last_look = time.monotonic(), -_LOOK_S
-        self._is_ignored, self._is_pending = False, False
+        self._is_ignored, self._is_pending, self._is_under_way = False, False, False
+        self._before = self._last_save
 
     def is_due(self, step: int) -> bool:
         """Tells whether the clock, the number of the step, or the file `.save-now` asks for a save.
 
-        The file is removed at once. Its request holds until the next save.
+        The file is removed at once. Its request holds until a save is committed.
         """
         if self._take_file(time.monotonic()):
             self._is_pending = True
@@ -44,12 +45,17 @@ class SaveTimes:
         return by_clock or (self.every is not None and step % self.every == 0)
 
     def ask(self) -> None:
-        """Asks for a save, because of a signal. The request holds until the next save."""
+        """Asks for a save, because of a signal. The request holds until a save is committed."""
         self._is_pending = True
 
-    def saved(self) -> None:
-        """Notes that a save begins."""
-        self._last_save, self._is_pending = time.monotonic(), False
+    def began(self) -> None:
+        """Notes that a save begins. No further one is due, unless this one fails."""
+        self._is_under_way = self._is_pending
+        self._before, self._last_save, self._is_pending = self._last_save, time.monotonic(), False
+
+    def failed(self) -> None:
+        """Notes that the save has failed: what asked for it asks again."""
+        self._last_save, self._is_pending = self._before, self._is_pending or self._is_under_way
 
     def _take_file(self, now: float) -> bool:
         if self._is_ignored or (self._root.checks_at_commit and now - self._last_look < _LOOK_S):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
+from ckpt_tools.core.logs import log
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.formats.base import LOCK, PIN, note_of
 from ckpt_tools.formats.registry import INDEXES
 from ckpt_tools.publish.bucket import RemoteDestination
 from ckpt_tools.publish.find_manifest import names_in
-from ckpt_tools.publish.lease import Lease
+from ckpt_tools.publish.lease import Lease, is_leased
 from ckpt_tools.publish.leftovers import files_of_attempts, remove_abandoned
 from ckpt_tools.publish.run_root import GRACE_S, Leftover, RootEntries
 from ckpt_tools.storage import RemoteStore, read, write_file
@@ -29,6 +30,7 @@ class BucketRoot:
         # the last listing, which spares requests until the next one
         self._listed: RemoteStore | None = None
         self._folders: Mapping[str, RemoteStore] = {}
+        self._lease: Lease | None = None
 
     def _store(self, name: str = "") -> RemoteStore:
         return RemoteStore(f"{self.path}/{name}" if name else self.path, self.options)
@@ -51,13 +53,18 @@ class BucketRoot:
         return RootEntries(self._folders, list(store.list_files()))
 
     def claim(self) -> Lease:
-        return Lease(self.path, self.options)
+        self._lease = Lease(self.path, self.options)
+        return self._lease
 
     def check_shared(self, written: bytes, rank: int) -> None:
         """Does nothing: a store is the same for all ranks."""
 
     def remove_leftovers(self, grace_s: float = GRACE_S, dry_run: bool = False) -> list[Leftover]:
-        return remove_abandoned(self._store(), grace_s, dry_run)
+        store = self._store()
+        if self._lease is None and store.s3 is not None and is_leased(store):
+            log.info("%s: a job holds this run, so its unfinished work stays", self.path)
+            return []
+        return remove_abandoned(store, grace_s, dry_run)
 
     def has_file(self, name: str) -> bool:
         return bool(self._store().sizes_of([name]))

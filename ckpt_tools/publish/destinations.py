@@ -7,11 +7,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.local_destination import LocalDestination
 from ckpt_tools.publish.local_root import LocalRoot
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.storage import check_url, is_url, local_path
+
+
+def refuse_tilde(path: str | os.PathLike[str]) -> None:
+    """Refuses a path such as `~/run`, which would make a directory called `~`.
+
+    Raises:
+        PlanError: it begins so.
+    """
+    where = os.fspath(path)
+    if where.startswith("~"):
+        raise PlanError(
+            f"a shell replaces '~', and Python does not: {printable(where)}",
+            hint=f"pass os.path.expanduser({where!r}); a name that begins so is written './~…'",
+        )
 
 
 def open_destination(
@@ -26,8 +41,12 @@ def open_destination(
         options: those of the object store, as fsspec takes them.
         accept: is called with the complete staging directory, and raises to keep the result from
             being published. On a disk only.
+
+    Raises:
+        PlanError: the path begins with `~`.
     """
     where = os.fspath(path)
+    refuse_tilde(where)
     if not is_url(where):
         return LocalDestination(Path(local_path(where)), accept)
     from ckpt_tools.publish.bucket import RemoteDestination  # it imports much
@@ -44,8 +63,10 @@ def open_root(path: str | os.PathLike[str], options: Mapping[str, Any] | None = 
 
     Raises:
         StorageError: the URL has an empty segment.
+        PlanError: the path begins with `~`.
     """
     where = os.fspath(path)
+    refuse_tilde(where)
     if not is_url(where):
         return LocalRoot(Path(local_path(where)))
     check_url(where)

@@ -10,7 +10,6 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from ckpt_tools.core.logs import log
@@ -21,15 +20,26 @@ from ckpt_tools.storage import RemoteStore
 from ckpt_tools.storage.object_info import SmallObject
 
 LEASE_S, RENEW_S = 60.0, 20.0
+_EXPIRES = "expires_after_s"  # a lock of a disk, which somebody has copied here, lacks it
+_given_up: set[str] = set()  # leases that this process no longer holds, but could not remove
 _LOOK_S = 1.0  # between two looks at the lease of another job
 
 
 def is_leased(store: RemoteStore) -> bool:
     """Tells whether a live job or copy holds the lease of a prefix."""
     seen = store.read_small(LOCK)
-    if seen is None or is_holder_alive(parse_holder(seen.data)[0]) is False:
+    if seen is None or _is_dead(parse_holder(seen.data)[0]):
         return False
     return seen.age_s is None or seen.age_s <= LEASE_S
+
+
+def _is_dead(holder: Mapping[str, Any]) -> bool:
+    """Tells whether nobody holds a lease any more, whatever its age."""
+    return (
+        _EXPIRES not in holder
+        or str(holder.get("id")) in _given_up
+        or is_holder_alive(holder) is False
+    )
 
 
 class Lease:
@@ -64,7 +74,7 @@ class Lease:
     def _data(self) -> bytes:
         self._turn += 1
         return json.dumps(
-            {**self._me, "id": self._id, "turn": self._turn, "expires_after_s": LEASE_S}
+            {**self._me, "id": self._id, "turn": self._turn, _EXPIRES: LEASE_S}
         ).encode()
 
     def _look(self) -> SmallObject | None:
@@ -101,7 +111,8 @@ class Lease:
                 first, began = None, time.monotonic()
             holder, text = parse_holder(seen.data if seen else b"")
             if seen and (
-                is_holder_alive(holder) or (first is not None and first.data != seen.data)
+                (is_holder_alive(holder) and not _is_dead(holder))
+                or (first is not None and first.data != seen.data)
             ):
                 raise held_by_another(self._store.url, holder, text)
             if seen and not told:
@@ -118,7 +129,7 @@ class Lease:
     def _is_over(self, seen: SmallObject, watched_s: float) -> bool:
         holder, _ = parse_holder(seen.data)
         return (
-            is_holder_alive(holder) is False
+            _is_dead(holder)
             or watched_s > LEASE_S
             or (seen.age_s is not None and seen.age_s > LEASE_S)
         )
@@ -161,7 +172,15 @@ class Lease:
             return
         self._stops.set()
         self._thread.join(30)
-        with suppress(StorageError):  # it expires
+        _given_up.add(self._id)
+        try:
             seen = self._look()
             if seen is not None and parse_holder(seen.data)[0].get("id") == self._id:
                 self._store.remove([LOCK])
+        except StorageError as error:
+            log.warning(
+                "the lease of %s could not be removed; it expires within %.0f s: %s",
+                printable(self._store.url),
+                LEASE_S,
+                error,
+            )

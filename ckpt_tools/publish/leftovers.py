@@ -34,7 +34,12 @@ def remove_abandoned(store: RemoteStore, grace_s: float, dry_run: bool) -> list[
     folders = store.enter_all()
     noted = {upload for place in (store, *folders.values()) for upload in _noted_uploads(place)}
     objects, unknown = list[str](), list[Leftover]()
+    uploads = [*_list_uploads(store.s3, store)]
+    top = len(store.s3.at_prefix(store.root)["Prefix"])
+    busy = {u["Key"][top:].rpartition("/")[0] for u in uploads if _is_active(store, u, before)}
     for folder, step in folders.items():
+        if folder in busy:
+            continue  # another rank of the same attempt still sends
         try:
             found = _unfinished(step, before)
             if found and not dry_run:
@@ -50,7 +55,39 @@ def remove_abandoned(store: RemoteStore, grace_s: float, dry_run: bool) -> list[
     if not dry_run:
         store.remove(notes)
     removed = [Leftover(f"{store.url}/{name}", "object") for name in objects]
-    return removed + unknown + _uploads(store.s3, store, before, dry_run, noted)
+    old = [
+        u
+        for u in uploads
+        if u["Key"][top:].rpartition("/")[0] not in busy and not _is_active(store, u, before)
+    ]
+    return removed + unknown + _uploads(store.s3, store, old, dry_run, noted)
+
+
+def _is_active(store: RemoteStore, upload: Mapping[str, Any], before: dt.datetime) -> bool:
+    """Tells whether an upload has begun, or a part of it has arrived, since some time.
+
+    A large file takes longer than any grace, and some servers do not tell when an upload began. If
+    its parts cannot be listed, it counts as active.
+    """
+    if upload["Initiated"] >= before:
+        return True
+    assert store.s3 is not None
+    where = {key: upload[key] for key in ("Bucket", "Key", "UploadId")}
+    marker: dict[str, Any] = {}
+    while True:
+        try:
+            page = store.s3.call(
+                "list parts", store.url, "list_parts", missing={}, **where, **marker
+            )
+        except StorageError as error:
+            log.warning("an upload may be in use, and stays: %s", error)
+            return True
+        if any(part["LastModified"] >= before for part in page.get("Parts") or ()):
+            return True
+        following = page.get("NextPartNumberMarker")
+        if not page.get("IsTruncated") or marker.get("PartNumberMarker") == following:
+            return False
+        marker = {"PartNumberMarker": following}
 
 
 def _unfinished(step: RemoteStore, before: dt.datetime) -> set[str]:
@@ -132,9 +169,13 @@ def _noted_uploads(store: RemoteStore) -> list[str]:
 
 
 def _uploads(
-    s3: S3, store: RemoteStore, before: dt.datetime, dry_run: bool, noted: Container[str]
+    s3: S3,
+    store: RemoteStore,
+    uploads: Iterable[Mapping[str, Any]],
+    dry_run: bool,
+    noted: Container[str],
 ) -> list[Leftover]:
-    """Ends old uploads that attempts have left. They cost money, unseen.
+    """Ends those of some old uploads that attempts have left. They cost money, unseen.
 
     A listing does not tell who began an upload. So an attempt must have noted its id, or its name
     must be one that only this tool uses: that of a step's data file, or of a result that is there.
@@ -142,10 +183,10 @@ def _uploads(
     found: list[Leftover] = []
     top = len(s3.at_prefix(store.root)["Prefix"])
     results = {note[1] for name in store.list_files() if (note := note_of(name)) and note[1]}
-    for upload in _list_uploads(s3, store):
+    for upload in uploads:
         path = upload["Key"][top:]
         is_own = upload["UploadId"] in noted or short_name(path) in results or _is_of_step(path)
-        if upload["Initiated"] < before and is_own:
+        if is_own:
             found.append(
                 Leftover(
                     f"{store.url.split('://')[0]}://{upload['Bucket']}/{upload['Key']}", "upload"

@@ -82,6 +82,16 @@ class FileLock:
         self._fd = self._take()
 
     def _take(self) -> int:
+        while True:
+            fd = self._open()
+            with suppress(OSError):
+                # the holder before may have removed the file between our opening and our lock
+                if os.path.samestat(os.fstat(fd), os.lstat(self.root / LOCK)):
+                    return fd
+            release(fd)
+
+    def _open(self) -> int:
+        """Opens and locks the file, and writes this process into it."""
         path = self.root / LOCK
         try:
             make_folder(self.root.absolute())
@@ -141,8 +151,14 @@ class FileLock:
             )
 
     def release(self) -> None:
-        if self._fd >= 0:
-            release(self._fd)
+        """See `RootLock`. It removes the file: a copy of the run would have a lock of nobody."""
+        if self._fd < 0:
+            return
+        path = self.root / LOCK
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(self._fd), os.lstat(path)):
+                path.unlink()
+        release(self._fd)
         self._fd = -1
 
 

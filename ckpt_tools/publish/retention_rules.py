@@ -60,6 +60,11 @@ class Retention:
         if (self.best is None) != (not self.metric):
             raise ValueError("best and metric: expected both or neither")
 
+    @property
+    def removes_something(self) -> bool:
+        """Tells whether a step may go, or be thinned: without `last`, all steps stay."""
+        return self.last is not None or self.full is not None
+
     def reasons(self, steps: Sequence[Step], now: dt.datetime) -> dict[str, str]:
         """Returns the path of each step that stays, with the rules that keep it.
 

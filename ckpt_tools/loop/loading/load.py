@@ -45,7 +45,7 @@ from ckpt_tools.loop.loading.rename import parameter_renamer, renamed, substitut
 from ckpt_tools.loop.loading.shared_read import read_together
 from ckpt_tools.loop.state.archives import unpack
 from ckpt_tools.loop.state.late_staging import hold_all
-from ckpt_tools.loop.state.loader_states import deal_in_turn
+from ckpt_tools.loop.state.loader_states import deal_in_turn, has_read_all
 from ckpt_tools.loop.state.objects import Key
 from ckpt_tools.loop.state.optimizers import StateOwners
 from ckpt_tools.loop.state.restore import restore, set_state_of_rank
@@ -396,7 +396,12 @@ class _Load:
             report.notes.append(f"{what}: {shown}")
         for name, value in self.of_rank.items():
             if value is not None:
-                _set_per_rank(self.state, exported.per_rank[name], value[0])
+                loader = _set_per_rank(self.state, exported.per_rank[name], value[0])
+                if has_read_all(loader, value[0]):
+                    report.notes.append(
+                        f"{printable(name)}: the step was saved after the last batch of an epoch,"
+                        " so the next loop over it is empty; begin the next epoch"
+                    )
         kept = [n for n in exported.kept if root_of(n, paths) in touched]
         if kept:
             shown = ", ".join(kept[:8]) + (" …" if len(kept) > 8 else "")
@@ -588,7 +593,8 @@ def _lacks_frozen(manifest: Manifest | None) -> bool:
     return manifest is not None and manifest.source.get("only") in tuple(Only)
 
 
-def _set_per_rank(state: Any, held: PlacedPerRank, value: Any) -> None:
+def _set_per_rank(state: Any, held: PlacedPerRank, value: Any) -> Any:
+    """Sets the value of a `PerRank`, and returns it."""
     holder = state
     for key in held.path:
         holder = (
@@ -600,3 +606,4 @@ def _set_per_rank(state: Any, held: PlacedPerRank, value: Any) -> None:
     made = set_state_of_rank(inner, value, held.path)
     if isinstance(holder, PerRank):
         holder.value = made
+    return made

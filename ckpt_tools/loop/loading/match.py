@@ -73,6 +73,12 @@ def stored_state(catalog: Catalog) -> dict[str, dict[str, dict[str, StoredState]
             state = StoredState(entry.shape, getattr(torch, entry.dtype.name), is_like)
             for group in ("", optimizer[1:]):
                 found.setdefault(group, {}).setdefault(fqn, {})[key] = state
+    for name in catalog.objects:
+        optimizer, is_state, key = f".{name}".partition(".state.")
+        if is_state and "." not in key:  # of no parameter
+            state = StoredState((), torch.int64, False)
+            for group in ("", optimizer[1:]):
+                found.setdefault(group, {}).setdefault("", {})[key] = state
     return found
 
 

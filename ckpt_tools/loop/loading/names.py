@@ -33,6 +33,8 @@ class PairedNames:
         alike: see `Match`.
         settled: names of the state whose values other entries of the checkpoint give.
         free: names of values of the state that take any stored form.
+        own: those of them that are the user's own values.
+        is_strict: whether the state must have all of its names in the checkpoint.
         below: for each of `free`, the wanted stored names below it.
         tensors, objects: wanted names of the state to stored names.
         kinds: names that are a tensor in one and an object in the other.
@@ -44,6 +46,7 @@ class PairedNames:
         self.exported, self.catalog, self.notes, wanted = exported, catalog, notes, request.wants
         self.names = _mapping(exported, catalog, notes)
         self.alike, self.settled = _groups_by_parameter(exported, catalog)
+        self.own, self.is_strict = {flat_name(path) for path in exported.own}, request.strict
         free = {flat_name(path) for path in exported.free}
         # a dict whose tensors are stored under another name takes these, and nothing else
         self.free = free - {place for n in self.names for place in places_above(n, free)}
@@ -93,8 +96,7 @@ class PairedNames:
                 f"{len(stateless)} entries of optimizer state are not in the checkpoint: those"
                 " parameters start with empty state"
             )
-        has_stored = {n for n in every if any(self.below[f] for f in places_above(n, self.free))}
-        gone = has_stored | stateless
+        gone = {n for n in every if self._makes_way(n)} | stateless
         # DCP stores no empty values
         empty = {
             n
@@ -107,6 +109,21 @@ class PairedNames:
         if lacks_frozen:
             absent = _without_frozen(absent, exported.frozen, self.notes)
         return absent, gone
+
+    def _makes_way(self, name: str) -> bool:
+        """Tells whether other stored names take the place of a missing name.
+
+        The state of an object may have another form than now. A value of the user's own may have
+        become a container. But a container of the user's own loses no name.
+        """
+        for place in places_above(name, self.free):
+            if not self.below[place]:
+                continue
+            if place == name or place not in self.own:
+                return True
+            if not self.is_strict and any(name.startswith(f"{n}.") for n in self.below[place]):
+                return True
+        return False
 
     def used(self) -> set[str]:
         """Returns the stored names that a name of the state has taken."""

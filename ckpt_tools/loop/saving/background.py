@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,6 +75,7 @@ class BackgroundWriter:
         last_step: the newest step that was written or resumed from.
         last_save: the report of the last save.
         protected: numbers of steps that retention does not remove.
+        on_failure: called when a save has failed, in the thread that writes.
     """
 
     lock: RootLock | None = None
@@ -87,6 +88,7 @@ class BackgroundWriter:
     _before: tuple[SaveLayout | None, Path | str] = (None, "")
     _logged: set[str]
     _running: Future[SaveReport] | None = None
+    _retention: Future[None] | None = None  # the last one that was asked for
     _pool: ThreadPoolExecutor | None = None
 
     def __init__(
@@ -116,6 +118,7 @@ class BackgroundWriter:
         self._hooks, self._format, self.protected = hooks, step_format, set[int]()
         self._read_back, self._logged = ReadBack(), set[str]()  # warnings on the store, logged once
         self._is_waited_for = threading.Event()
+        self.on_failure: Callable[[], None] = _nothing
 
     @property
     def is_busy(self) -> bool:
@@ -216,6 +219,7 @@ class BackgroundWriter:
                 break
             except BaseException as error:
                 if not tries_again(group, error, deadline, save.name, len(attempts)):
+                    self.on_failure()
                     if group.rank == 0:
                         self._hooks.failed(save.step, error)
                     raise
@@ -362,7 +366,17 @@ class BackgroundWriter:
             self.mirror.add(step, Path(path))
         if self.huggingface is not None:
             self.huggingface.add(step, path)
-        self._background().submit(self._retain)
+        self._ask_for_retention()
+
+    def _ask_for_retention(self) -> None:
+        """Removes old steps in the background. If a removal still waits there, it does for both."""
+        is_waiting = (
+            self._retention is not None
+            and not self._retention.running()
+            and not self._retention.done()
+        )
+        if self.rules.removes_something and not is_waiting:
+            self._retention = self._background().submit(self._retain)
 
     def _retain(self) -> None:
         """Removes old steps. A failure is only logged, since the save is committed."""
@@ -389,7 +403,7 @@ class BackgroundWriter:
     def retain_copied(self) -> None:
         """Removes old steps that stayed only until they were copied. Rank 0 calls it at the end."""
         if self.last_save is not None and (self.mirror or self.huggingface):
-            self._background().submit(self._retain).result()
+            self._ask_for_retention()
 
     @property
     def retained(self) -> Retained:
@@ -399,8 +413,13 @@ class BackgroundWriter:
     def close(self) -> None:
         """Ends the thread after its last task."""
         if self._pool is not None:
+            wait_for(self._pool.submit(_nothing), f"old steps of {self.root.path} to be removed")
             self._pool.shutdown()
             self._pool = None
+
+
+def _nothing() -> None:
+    """Stands for the end of what a thread had to do."""
 
 
 def _with_copy(timing: Mapping[str, float], seconds: float) -> dict[str, float]:

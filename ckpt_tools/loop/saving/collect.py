@@ -34,10 +34,12 @@ class SaveRequest:
 
     Attributes:
         what: name of the step's directory.
+        is_numbered: whether that is the name of a step, and not one of its own.
         check: raises if the step cannot be saved. Rank 0 calls it.
     """
 
     what: str
+    is_numbered: bool
     state: Mapping[str, Any]
     only: str | Callable[[str], bool] | None
     files: Files | None

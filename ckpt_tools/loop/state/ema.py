@@ -5,7 +5,8 @@ Imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +18,23 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.state.late_staging import hold_all
 
 _LOW = (torch.bfloat16, torch.float16)
+_APPLIED: weakref.WeakSet[Ema] = weakref.WeakSet()  # whose average lies in the model now
+
+
+def refuse_applied(modules: Iterable[nn.Module]) -> None:
+    """Refuses a state while an average lies in one of its modules.
+
+    A save would store the average as the model, and a resume would be overwritten.
+
+    Raises:
+        PlanError: an `Ema` is applied.
+    """
+    averaged = {id(p) for ema in _APPLIED for p in ema._params.values()}
+    if averaged and any(id(p) in averaged for module in modules for p in module.parameters()):
+        raise PlanError(
+            "the model has the values of its average: this is within `with ema.applied()`",
+            hint="save and resume outside of that block, where the model has its own values",
+        )
 
 
 class Ema:
@@ -56,6 +74,8 @@ class Ema:
         Raises:
             PlanError: the model has flattened parameters of FSDP1.
         """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model: expected a module, got a {type(model).__name__}")
         if not 0 <= decay < 1:
             raise ValueError(f"decay: expected a number from 0 to below 1, got {decay!r}")
         if type(every) is not int or every < 1:
@@ -90,13 +110,28 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Puts the average into the model for the length of a block."""
+        """Puts the average into the model for the length of a block.
+
+        A save or a resume of that model within the block is refused.
+
+        Raises:
+            PlanError: it is applied already.
+        """
+        if self in _APPLIED:
+            raise PlanError("this average is applied already: its blocks cannot be nested")
         kept = {name: _local(p.detach()).clone() for name, p in self._params.items()}
         self._put(self.shadow)
+        _APPLIED.add(self)
         try:
             yield
         finally:
             self._put(kept)
+            _APPLIED.discard(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"Ema({len(self._params)} parameters, decay={self.decay}, updates={self.num_updates})"
+        )
 
     @torch.no_grad()
     def _put(self, values: Mapping[str, torch.Tensor]) -> None:

@@ -26,6 +26,24 @@ class _Position(NamedTuple):
     is_at_end: bool
 
 
+def has_read_all(loader: Any, state: Any) -> bool:
+    """Tells whether a loader's state is that of the last batch of an epoch, before its end.
+
+    The next loop over it has no batch. torchdata begins the next epoch only after that.
+    """
+    if not isinstance(state, Mapping) or state.get("_iterator_finished") is not False:
+        return False
+    snapshot = state.get("_snapshot")
+    if isinstance(snapshot, Mapping):  # with worker processes
+        read = snapshot.get("_snapshot_step", -1) + state.get("_steps_since_snapshot", 0)
+    else:
+        read = state.get("_num_yielded", -1)
+    try:
+        return bool(read == len(loader) > 0)
+    except TypeError:  # a stream has no length
+        return False
+
+
 def deal_in_turn(
     states: Sequence[Mapping[str, Any]], rank: int, world_size: int
 ) -> tuple[dict[str, Any], str]:

@@ -107,7 +107,13 @@ def export_optimizer(
         {**group, "params": [name_of[n] for n in group["params"]]}
         for group in state["param_groups"]
     ]
-    values: dict[str, Any] = {name_of[n]: found for n, found in state["state"].items() if found}
+    values: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    for n, found in state["state"].items():
+        if n not in name_of:  # of no parameter, such as a counter of all steps
+            own[_own_key(n, names, path)] = found
+        elif found:
+            values[name_of[n]] = found
     free = [
         name
         for name, found in values.items()
@@ -132,12 +138,31 @@ def export_optimizer(
         state_of = (stored or {}).get(name) or (stored or {}).get(strip_wrappers(name), {})
         like = {key: _room(parameters[name], tensor) for key, tensor in state_of.items()}
         values |= {name: like} if like else {}
+    free_own = [*own, *(stored or {}).get("", ())]
     return ExportedOptimizer(
-        {**({"state": values} if values else {}), "param_groups": groups, **extra_of(optimizer)},
+        {
+            **({"state": values | own} if values or own else {}),
+            "param_groups": groups,
+            **extra_of(optimizer),
+        },
         fresh,
-        [*free, *fresh],
+        [*free, *fresh, *free_own],
         local,
     )
+
+
+def _own_key(key: Any, names: Sequence[str], path: Key) -> str:
+    """Returns the key of a state that belongs to no parameter.
+
+    Raises:
+        PlanError: it could not be told from the name of a parameter.
+    """
+    if type(key) is not str or "." in key or key in names:
+        raise PlanError(
+            f"the optimizer at {shown(path)} has a state of no parameter, under {key!r}",
+            hint="give it a key that is a word, and no parameter's name",
+        )
+    return key
 
 
 def _is_local(value: Any, parameter: torch.Tensor, name: str) -> bool:
@@ -280,7 +305,11 @@ def parameter_names(optimizer: Optimizer, holders: StateOwners, path: Key) -> li
 
 def _load_by_name(optimizer: Optimizer, given: Mapping[str, Any], names: Sequence[str]) -> None:
     numbers = {name: number for number, name in enumerate(names)}
-    state = {numbers[name]: values for name, values in given["state"].items() if name in numbers}
+    state: dict[Any, Any] = {
+        numbers.get(name, name): values
+        for name, values in given["state"].items()
+        if name in numbers or not isinstance(values, Mapping)
+    }
     groups = [
         _options(group, number, given.get("param_groups", ()), names)
         for number, group in enumerate(optimizer.state_dict()["param_groups"])

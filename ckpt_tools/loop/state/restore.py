@@ -168,6 +168,12 @@ class _Restorer:
         elif is_generator(value):
             set_generator_state(value, new, path)
         elif has_state(value):
+            if isinstance(new, int | float | str | bytes | list | None):
+                raise PlanError(
+                    f"{shown(path)} is a {type(value).__name__}, and the checkpoint has a"
+                    f" {type(new).__name__} there",
+                    hint="it was saved under another key, or the state was another one",
+                )
             with calling("load_state_dict", value, path):
                 value.load_state_dict(new)
         elif not is_plain(value):
@@ -177,5 +183,7 @@ class _Restorer:
         ):
             value.clear()
             value.update(new)
+        elif type(value) is list and type(new) is list:
+            value[:] = new
         else:
             owner[key] = new

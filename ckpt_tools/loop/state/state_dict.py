@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from ckpt_tools.core.catalog import is_valid_name
 from ckpt_tools.core.naming import WRAPPERS
 from ckpt_tools.errors import CheckpointError, PlanError, printable
-from ckpt_tools.loop.state.ema import Ema
+from ckpt_tools.loop.state.ema import Ema, refuse_applied
 from ckpt_tools.loop.state.modules import module_state, parameter_names
 from ckpt_tools.loop.state.objects import (
     MAX_DEPTH,
@@ -87,6 +87,9 @@ class PerRank:
             )
         self.value, self.on_resize = value, on_resize
 
+    def __repr__(self) -> str:
+        return f"PerRank({type(self.value).__name__}, on_resize={self.on_resize!r})"
+
 
 class RngState:
     """The random generators of this rank.
@@ -96,6 +99,9 @@ class RngState:
     `{"rng": RngState()}` is stored per rank. If the number of ranks changes, every rank keeps its
     present generators.
     """
+
+    def __repr__(self) -> str:
+        return "RngState()"
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the states as ints and tensors, which load without running any code."""
@@ -143,6 +149,8 @@ class ExportedState:
         free: paths of values whose structure may have changed since the save, such as a history or
             a scheduler. They take whatever was stored below them.
         plain: those of `free` that belong to no module and no optimizer.
+        own: those of `plain` that are the user's own values, and not the state of an object. A name
+            in them must be stored, or it would be lost.
         kept: non-persistent buffers of modules, which no checkpoint holds.
         roots: the top-level keys of the state.
         fresh: paths of new optimizer state: memory without values until something is loaded.
@@ -158,6 +166,7 @@ class ExportedState:
     per_rank: dict[str, PlacedPerRank] = field(default_factory=dict)
     free: list[Key] = field(default_factory=list)
     plain: list[Key] = field(default_factory=list)
+    own: list[Key] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     roots: set[str] = field(default_factory=set)
     fresh: list[Key] = field(default_factory=list)
@@ -313,12 +322,14 @@ def export(
         cache: of the same loop's last save; for whole states only. The caller ends it.
 
     Raises:
-        PlanError: two entries have the same name, the state lacks an optimizer's parameters, or a
-            tensor is on the meta device.
+        PlanError: two entries have the same name, the state lacks an optimizer's parameters, a
+            tensor is on the meta device, or an average is applied to a model.
     """
     check_state(state)
     _check_nesting(state, (), ())
-    exporter = _Exporter(holders_of(state), stored, bool(only), cache)
+    owners = holders_of(state)
+    refuse_applied(module for _, module in owners.modules)
+    exporter = _Exporter(owners, stored, bool(only), cache)
     if cache is not None:
         cache.begin(exporter.holders)
     exporter.result.roots = {str(key) for key in state}
@@ -487,6 +498,7 @@ class _Exporter:
             if not isinstance(value, Optimizer | Ema):
                 self._let_differ(before)
         else:
+            self.result.own.append(path)
             self.emit(value, path)
 
     def emit(self, value: Any, path: Key, is_root: bool = False) -> None:

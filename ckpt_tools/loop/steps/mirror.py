@@ -71,6 +71,7 @@ class Mirror:
         self._told: set[str] = set()
         self._is_known = False  # whether the store has been listed
         self._waiting: Path | None = None
+        self._failed: Path | None = None  # the newest step that could not be copied
         self._running: Path | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -132,7 +133,8 @@ class Mirror:
     def needed(self) -> list[Path]:
         """Returns the steps that must stay on the disk, because they are not copied yet."""
         with self._lock:
-            return [path for path in (self._running, self._waiting) if path is not None]
+            paths = (self._failed, self._running, self._waiting)
+            return [path for path in paths if path is not None]
 
     def _work(self) -> None:
         try:
@@ -161,12 +163,13 @@ class Mirror:
                 path = self._running
             try:
                 self._copy(path)
-                self.error = None
+                self.error = self._failed = None
             except Exception as error:  # noqa: BLE001  # `close` raises it
                 self.error = (
                     error if isinstance(error, CheckpointError) else StorageError(str(error))
                 )
                 log.warning("could not mirror %s: %s", path, with_hint(error))
+                self._failed = path
                 continue
             self._retain()
 
