@@ -249,5 +249,6 @@ def _list_uploads(s3: S3, store: RemoteStore) -> Iterator[Mapping[str, Any]]:
 
 
 def _give_up(s3: S3, store: RemoteStore, upload: Mapping[str, Any]) -> None:
+    store.check_writable()
     target = {key: upload[key] for key in ("Bucket", "Key", "UploadId")}
     s3.call("give up", store.url, "abort_multipart_upload", missing={}, **target)

@@ -221,6 +221,7 @@ class RemoteStore:
 
     def copy_to(self, path: str, to: RemoteStore) -> None:
         """Makes the file system copy an object to the same name in another store."""
+        to.check_writable()
         self._call("copy", path, lambda: self._fs.cp_file(self._full(path), to._full(path)))
 
     def _list_tree(self) -> list[tuple[str, Entry]] | None:
@@ -357,7 +358,7 @@ class RemoteStore:
     # ---- writing ---------------------------------------------------------------------------------
 
     def create(self, path: str, nbytes: int, how: UploadOptions | None = None) -> Upload | Stream:
-        self._check_direct()
+        self.check_writable()
         writer = self._backend.create(self._url(path), self._full(path), nbytes, how)
         self.written[path] = writer
         return writer
@@ -374,17 +375,27 @@ class RemoteStore:
         Raises:
             StorageError: another writer was first, or the store refuses.
         """
-        self._check_direct()
+        self.check_writable()
         self._backend.put(self._url(path), self._full(path), data, is_exclusive, replaces)
 
     def _url(self, path: str) -> str:
         return f"{self.url}/{path}"
 
-    def _check_direct(self) -> None:
+    def check_writable(self) -> None:
+        """Refuses a store that is only read, before anything is written, copied or removed there.
+
+        Raises:
+            StorageError: its URL is chained, or that of a web server.
+        """
         if self._is_wrapped:
             raise StorageError(
                 f"a chained URL is read-only: {printable(self.url)}",
                 hint="write to the store itself",
+            )
+        if self.url.startswith(("http://", "https://")):
+            raise StorageError(
+                f"a web server is read-only: {printable(self.url)}",
+                hint="copy the checkpoint to a disk or an object store first",
             )
 
     def excludes(self, path: str, data: bytes, writer: Upload | Stream | None) -> bool:
@@ -461,6 +472,8 @@ class RemoteStore:
 
     def remove(self, paths: Sequence[str]) -> None:
         """Removes objects, up to 1,000 per request if possible; ignores missing ones."""
+        if paths:
+            self.check_writable()
         full = [self._full(path) for path in paths]
         for at in range(0, len(full), 1000):
             self._backend.remove(self.url, full[at : at + 1000])

@@ -273,7 +273,6 @@ def full(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("mounting a tmpfs needs root")
     try:
         saved(tmp_path / "run", 1, 2)
-        (tmp_path / "run" / ".ckpt.lock").unlink()
         with (tmp_path / "filler").open("wb", buffering=0) as file:
             while True:
                 try:

@@ -347,7 +347,6 @@ def test_a_step_that_was_passed_over_is_saved_again_when_the_job_gets_there(
         assert bool((model.weight == 1).all())
     assert [(s.number, s.problem) for s in list_steps(open_root(tmp_path))] == [(1, ""), (2, "")]
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        ".ckpt.lock",
         "step-00000001",
         "step-00000002",
     ]

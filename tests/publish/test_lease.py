@@ -25,8 +25,11 @@ import torch
 
 from ckpt_tools import CheckpointManager, StorageError
 from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.holder import own_holder
+from ckpt_tools.publish.lease import Lease
 from ckpt_tools.publish.steps import list_steps
 from tests.conftest import HERE
+from tests.servers.faults import refusing
 from tests.servers.gate import gated
 from tests.servers.servers import Server
 
@@ -99,8 +102,29 @@ def elsewhere(fs: Any, path: str, turn: int = 0) -> None:
         "started": "1",
         "id": "theirs",
         "turn": turn,
+        "expires_after_s": 60.0,
     }
     fs.pipe_file(path, json.dumps(lease).encode())
+
+
+def test_the_lock_of_a_disk_that_was_copied_into_a_bucket_is_no_lease(server: Server) -> None:
+    fs = server.bucket("raw")
+    fs.pipe_file("raw/run/.ckpt.lock", json.dumps(own_holder()).encode())
+    began = time.monotonic()
+    Lease("s3://raw/run", server.options).release()
+    assert time.monotonic() - began < 30, "it was not watched until it expires"
+
+
+def test_a_lease_that_could_not_be_removed_does_not_bar_its_own_process(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.bucket("stays")
+    with refusing(server.endpoint, "", "403 ExpiredToken") as (url, refuser):
+        lease = Lease("s3://stays/run", Server(server.name, url).options)
+        refuser.wanted = ".ckpt.lock"
+        lease.release()
+    assert "could not be removed; it expires within 60 s" in caplog.text
+    Lease("s3://stays/run", server.options).release()
 
 
 def test_a_lease_of_another_machine_holds_while_it_is_renewed_and_expires_after_that(
