@@ -84,7 +84,7 @@ def report(
     if as_json:
         data = reports.report_data(src, b, read_values=not no_values, **options)
         print(json.dumps(data, allow_nan=False))
-        reports.refuse_unread(data)
+        reports.refuse_unread_steps(data)
     elif output is not None:
         nbytes = reports.report(
             src, b, output=output, read_values=not no_values, overwrite=overwrite, **options

@@ -54,7 +54,7 @@ def load_module(module: nn.Module, values: Mapping[str, Any]) -> list[str]:
     return list(getattr(done, "unexpected_keys", ()))  # an overridden method may return None
 
 
-def parameter_names(module: nn.Module) -> set[str]:
+def plain_parameter_names(module: nn.Module) -> set[str]:
     """Returns the names of a module's parameters without wrappers, each name of a tied one."""
     replicated = [
         f"{name}." if name else ""

@@ -29,7 +29,7 @@ from ckpt_tools.core.catalog import is_valid_name
 from ckpt_tools.core.naming import WRAPPERS
 from ckpt_tools.errors import CheckpointError, PlanError, printable
 from ckpt_tools.loop.state.ema import Ema, refuse_applied
-from ckpt_tools.loop.state.modules import module_state, parameter_names
+from ckpt_tools.loop.state.modules import module_state, plain_parameter_names
 from ckpt_tools.loop.state.objects import (
     MAX_DEPTH,
     TAG,
@@ -401,7 +401,7 @@ class _Exporter:
             self.result.kept += [f"{flat_name(path)}.{name}" for name in _non_persistent(module)]
         known = {*self.result.tensors, *self.result.objects} if self.is_partial else set()
         self.emit(exported, path, is_root=True)
-        trained = {flat_name((*path, name)) for name in parameter_names(module)}
+        trained = {flat_name((*path, name)) for name in plain_parameter_names(module)}
         self._let_differ(before[0], trained)
         if self.is_partial:
             self.result.of_modules |= {*self.result.tensors, *self.result.objects} - known

@@ -49,7 +49,7 @@ def report_data(
         raise
 
 
-def refuse_unread(data: Mapping[str, Any]) -> None:
+def refuse_unread_steps(data: Mapping[str, Any]) -> None:
     """Raises if a report lacks steps that cannot be read.
 
     Raises:
@@ -102,7 +102,7 @@ def report(
         raise StorageError(
             f"cannot write {printable(str(path))}: {error.strerror or error}"
         ) from error
-    refuse_unread(data)
+    refuse_unread_steps(data)
     return len(page)
 
 
