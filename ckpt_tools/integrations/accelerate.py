@@ -23,8 +23,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ckpt_tools.core.logs import log
-from ckpt_tools.errors import PlanError
+from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.integrations.common import options_of, ours
+from ckpt_tools.loop.loading.load import load
+from ckpt_tools.loop.loading.reader import open_checkpoint
 from ckpt_tools.loop.manager import CheckpointManager
 from ckpt_tools.loop.state.state_dict import PerRank, RngState
 from ckpt_tools.storage import is_url
@@ -199,8 +201,9 @@ def load_state(
         root: of the run.
         step: this one instead of the newest.
         path: this checkpoint instead. One of `Accelerator.save_state` is loaded by
-            `Accelerator.load_state`, on the number of ranks that saved it. It does not know where
-            it was: `dataclasses.replace(place, step=…, epoch=…, batch=…)` adds that.
+            `Accelerator.load_state`, on the number of ranks that saved it. The optimizers of FSDP1,
+            which that leaves empty, are loaded by this tool. It does not know where it was:
+            `dataclasses.replace(place, step=…, epoch=…, batch=…)` adds that.
         **options: of `CheckpointManager`, at the first call.
 
     Returns:
@@ -210,6 +213,7 @@ def load_state(
     if path is not None and not ours(path):
         log.warning("%s is Accelerate's own: Accelerator.load_state loads it", path)
         accelerator.load_state(os.fspath(path))
+        _fill_optimizers(accelerator, path)
         return Position(rng=RngState().state_dict())
     state = _state(accelerator) | {
         "rng": RngState(),
@@ -236,6 +240,39 @@ def load_state(
     place = state["place"]
     rng = RngState().state_dict()
     return Position(resumed, place["epoch"], place["batch"], rng, start)
+
+
+def _fill_optimizers(accelerator: Any, path: str | os.PathLike[str]) -> None:
+    """Loads the optimizers that Accelerate has left empty, though the checkpoint has their state.
+
+    Under FSDP1, it loads into what a fresh optimizer has, which is nothing.
+
+    Raises:
+        PlanError: an optimizer is still empty.
+    """
+    optimizers = _numbered(
+        "optimizer", [getattr(o, "optimizer", o) for o in accelerator._optimizers]
+    )
+    with open_checkpoint(path) as checkpoint:
+        stored = checkpoint.names()
+
+    def lacking() -> list[str]:
+        return [
+            name
+            for name, optimizer in optimizers.items()
+            if not optimizer.state and any(n.startswith(f"{name}.state.") for n in stored)
+        ]
+
+    if empty := lacking():
+        log.warning("Accelerate has loaded no state into %s: it is loaded now", ", ".join(empty))
+        state = _numbered("model", accelerator._models) | {name: optimizers[name] for name in empty}
+        load(path, state, select=[f"{name}.*" for name in empty])
+    if empty := lacking():
+        raise PlanError(
+            f"the checkpoint has the state of {', '.join(empty)}, and it was not loaded"
+            f" ({printable(str(path))})",
+            hint="prepare the models and optimizers as the job that saved it",
+        )
 
 
 def _state(accelerator: Any, batch: int = 1) -> dict[str, Any]:

@@ -336,8 +336,9 @@ def test_accelerate_loads_a_step_of_two_ranks_in_one_process(tmp_path: Path) -> 
     assert ckpt_tools.latest(tmp_path / "run").number == 5  # type: ignore[union-attr]
 
 
-def test_accelerate_switches_from_its_own_checkpoint(tmp_path: Path) -> None:
-    wanted = {"steps": 10, "fsdp": 2, "save": 5}
+@pytest.mark.parametrize("version", [1, 2])
+def test_accelerate_switches_from_its_own_checkpoint(version: int, tmp_path: Path) -> None:
+    wanted = {"steps": 10, "fsdp": version, "save": 5}
     run("accelerate", 2, tmp_path / "whole", wanted)
     run("accelerate", 2, tmp_path / "stock", {**wanted, "stock": True, "steps": 5})
     step, epoch, batch = json.loads((tmp_path / "stock" / "at.json").read_text())
