@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ckpt_tools.core.logs import log
-from ckpt_tools.errors import NotACheckpointError, printable
+from ckpt_tools.errors import NotACheckpointError, PlanError, printable
 from ckpt_tools.formats.base import note_of
 from ckpt_tools.loop.loading.load import load
+from ckpt_tools.loop.loading.names import LEFT_OUT
 from ckpt_tools.loop.loading.reader import open_checkpoint
 from ckpt_tools.loop.manager import CheckpointManager
 from ckpt_tools.operations.convert.convert import convert
@@ -178,8 +181,31 @@ def load_keys(
         wanted = {key: state[key] for key in (*rest, *there)}
         globs = [f"{key}.*" for key in there] if rest else []
         report = load(where, wanted, select=globs, storage_options=options)
-        for note in report.notes if manager.rank == 0 else ():
-            log.warning("%s: %s", printable(where), note)
+        if manager.rank == 0:
+            log.info("%s: loaded %s", printable(where), ", ".join(there))
+        # a host loads the keys one after the other: none of them leaves the others out
+        for note in (n for n in report.notes if not n.startswith(LEFT_OUT)):
+            if manager.rank == 0:
+                log.warning("%s: %s", printable(where), note)
+
+
+def refuse_release(package: str, releases: tuple[str, str]) -> None:
+    """Refuses a release of a host whose own methods this tool does not know.
+
+    Args:
+        package: of the host.
+        releases: the first that is known, and the first that is not known any more.
+
+    Raises:
+        PlanError: another release is installed.
+    """
+    found = version(package)
+    numbers = [tuple(map(int, re.findall(r"\d+", text)[:2])) for text in (found, *releases)]
+    if not numbers[1] <= numbers[0] < numbers[2]:
+        raise PlanError(
+            f"{package} {found} is not known: expected {releases[0]} or newer, below {releases[1]}",
+            hint="install such a release; or save with CheckpointManager in a callback of your own",
+        )
 
 
 def options_of(given: Mapping[str, Any], **usual: Any) -> dict[str, Any]:

@@ -27,11 +27,13 @@ from ckpt_tools.integrations.common import (
     options_of,
     ours,
     put_model,
+    refuse_release,
 )
 from ckpt_tools.loop.manager import CheckpointManager
 from ckpt_tools.loop.state.state_dict import RngState
 from ckpt_tools.publish.step_names import number_in
 
+_RELEASES = ("4.57", "6")  # from the first to below the last; the tests run 4.57.3 and 5.24
 _PREFIX, _STATE = "checkpoint-", "trainer_state.json"
 _Trainer: Any = Any if TYPE_CHECKING else object
 
@@ -72,6 +74,7 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
         """Trains. `resume_from_checkpoint=True` takes the newest sound checkpoint, and passes over
         damaged ones. A checkpoint that the Trainer itself has written is read as the Trainer does.
         """
+        refuse_release("transformers", _RELEASES)
         if self.is_deepspeed_enabled:
             raise PlanError("DeepSpeed saves its own checkpoints", hint="use the Trainer as it is")
         _warn_of_bypassed(type(self))
@@ -244,7 +247,20 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
         else:
             super()._load_rng_state(checkpoint)
 
+    def _sorted_checkpoints(self, *args: Any, **kwargs: Any) -> list[str]:
+        """Returns no checkpoint to remove at the end of a training: retention has done that.
+
+        Releases before 5 ask for it, right after the last save.
+        """
+        if self.checkpoints is None:
+            found: list[str] = super()._sorted_checkpoints(*args, **kwargs)
+            return found
+        self.checkpoints.wait()
+        return []
+
     def _load_best_model(self) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.wait()  # the best step may be the one that is being written
         if where := ours(self.state.best_model_checkpoint):
             load_keys(self.checkpoints, where, {"model": self.model}, ["model"])
         else:

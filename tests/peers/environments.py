@@ -41,6 +41,7 @@ _PEERS = {
         "ray==2.60.0 msgpack protobuf cloudpickle pandas pytz tzdata python-dateutil six pyarrow"
         " jsonschema jsonschema-specifications referencing rpds-py"
     ),
+    "transformers_4": "transformers==4.57.3 huggingface_hub==0.36.2 tokenizers==0.22.2",
     "torchtitan": (
         "torchtitan==0.3.0 torchdata tyro docstring-parser typeguard einops spmd_types==0.2.3"
     ),
@@ -68,8 +69,8 @@ _PEERS = {
 }
 
 
-# its torchvision has kernels for CUDA only, and others that see it import it
-_ALONE = ("composer",)
+# composer's torchvision has kernels for CUDA only, and others that see it import it
+_ALONE = ("composer", "transformers_4")
 
 
 def python_of(peer: str) -> str:

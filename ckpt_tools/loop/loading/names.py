@@ -18,6 +18,8 @@ from ckpt_tools.loop.state.objects import Key
 from ckpt_tools.loop.state.shards import alias_key, local_shards
 from ckpt_tools.loop.state.state_dict import ExportedState, flat_name
 
+LEFT_OUT = "the state has no such keys; left out: "
+
 
 def root_of(name: str, paths: Mapping[str, Key]) -> str:
     """Returns the top-level key of the state for an entry."""
@@ -143,7 +145,7 @@ class PairedNames:
             - {root_of(s, {}) for s in used}
         )
         if left and not any(self.names):
-            self.notes.append(f"the state has no such keys; left out: {shown_names(left)}")
+            self.notes.append(f"{LEFT_OUT}{shown_names(left)}")
 
 
 def _without_frozen(absent: Sequence[str], frozen: set[str], notes: list[str]) -> list[str]:
