@@ -104,7 +104,7 @@ class _WriteResult(NamedTuple):
 class _CopyResult(NamedTuple):
     """A rank's message to the coordinator: the checksums of the copies that it holds."""
 
-    digests: dict[MetadataIndex, int]
+    digests: dict[MetadataIndex, tuple[int, str, tuple[int, ...]]]  # with type and shape
 
 
 class StorageWriter(storage.StorageWriter):
@@ -179,7 +179,8 @@ class StorageWriter(storage.StorageWriter):
 
         Raises:
             StorageError: the destination exists or cannot be written to.
-            PlanError: the ranks save without collectives, so no rank would commit.
+            PlanError: the ranks save without collectives, so no rank would commit. Or the planner
+                keeps plans from save to save.
         """
         if (
             not self._is_collective
@@ -194,6 +195,11 @@ class StorageWriter(storage.StorageWriter):
         attempt, self._num_ranks = new_attempt(), len(plans)
         self._stack = ExitStack()
         self._staged = self._stack.enter_context(target.stage(attempt, self.overwrite))
+        if not all(getattr(plan, "usable", True) for plan in plans):
+            raise PlanError(
+                "a planner that keeps its plans cannot be used: each save has files of its own",
+                hint="make the planner without enable_plan_caching",
+            )
         held = [plan.storage_data or [] for plan in plans]
         count = Counter(index for mine in held for index in mine)
         owners = {index: rank for rank, mine in reversed([*enumerate(held)]) for index in mine}
@@ -266,7 +272,13 @@ class StorageWriter(storage.StorageWriter):
             copies = [self._items[number] for number in order.copies]
             held = [planner.resolve_data(item) for item in copies]
             found = digests([value.detach() for value in held if isinstance(value, torch.Tensor)])
-            proof = _CopyResult({i.index: d for i, d in zip(copies, found, strict=True)})
+            infos = map(_info, copies)
+            proof = _CopyResult(
+                {
+                    item.index: (digest, info.dtype, info.shape)
+                    for item, digest, info in zip(copies, found, infos, strict=True)
+                }
+            )
             results.append(WriteResult(copies[0].index, 0, proof))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -339,7 +351,7 @@ def _check_copies(results: Sequence[Sequence[WriteResult]]) -> None:
     Raises:
         PlanError: they differ.
     """
-    copies: dict[MetadataIndex, list[tuple[int, int]]] = {}
+    copies: dict[MetadataIndex, list[tuple[int, object]]] = {}
     for rank, wrote in enumerate(results):
         for result in wrote:
             if isinstance(result.storage_data, _CopyResult):
@@ -347,8 +359,8 @@ def _check_copies(results: Sequence[Sequence[WriteResult]]) -> None:
                     copies.setdefault(index, []).append((rank, digest))
     wrong, free = list[tuple[str, list[int]]](), dict[str, None]()
     for index, found in copies.items():
-        (first, digest), *others = found
-        differing = [rank for rank, other in others if other != digest]
+        (first, one), *others = found
+        differing = [rank for rank, other in others if other != one]
         if differing and _may_differ(index.fqn):
             free[index.fqn] = None
         elif differing:

@@ -37,6 +37,7 @@ def remove_abandoned(store: RemoteStore, grace_s: float, dry_run: bool) -> list[
     uploads = [*_list_uploads(store.s3, store)]
     top = len(store.s3.at_prefix(store.root)["Prefix"])
     busy = {u["Key"][top:].rpartition("/")[0] for u in uploads if _is_active(store, u, before)}
+    busy |= {name for name, step in folders.items() if _is_held(step)}  # by a copy
     for folder, step in folders.items():
         if folder in busy:
             continue  # another rank of the same attempt still sends
@@ -61,6 +62,15 @@ def remove_abandoned(store: RemoteStore, grace_s: float, dry_run: bool) -> list[
         if u["Key"][top:].rpartition("/")[0] not in busy and not _is_active(store, u, before)
     ]
     return removed + unknown + _uploads(store.s3, store, old, dry_run, noted)
+
+
+def _is_held(step: RemoteStore) -> bool:
+    """Tells whether a live copy holds a folder, or may hold it."""
+    try:
+        return LOCK in step.list_files() and is_leased(step)
+    except StorageError as error:
+        log.warning("%s may be in use, and stays: %s", printable(step.url), error)
+        return True
 
 
 def _is_active(store: RemoteStore, upload: Mapping[str, Any], before: dt.datetime) -> bool:

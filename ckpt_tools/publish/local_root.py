@@ -26,8 +26,11 @@ from ckpt_tools.publish.staging import (
     sync_directory,
     trash_path,
 )
+from ckpt_tools.publish.step_names import is_step_name
 from ckpt_tools.storage import LocalStore, read, write_file
 from ckpt_tools.storage.local import failed
+
+_OF_THE_DISK = "lost+found"  # of the top of a file system, for root alone
 
 
 class LocalRoot:
@@ -231,13 +234,22 @@ def _links_in(folder: str) -> list[str]:
     """Returns the symbolic links in a folder; none if it has been removed since its listing."""
     try:
         return [entry.path for entry in os.scandir(folder) if entry.is_symlink()]
-    except (FileNotFoundError, PermissionError):
-        return []  # it has been removed, or is somebody else's, such as lost+found
+    except FileNotFoundError:
+        return []
+    except PermissionError:
+        if os.path.basename(folder) == _OF_THE_DISK:
+            return []
+        raise
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Tells whether an entry is a folder, or a link to one. A loop of links is none."""
+    """Tells whether an entry is a folder, or a link to one.
+
+    A link with the name of a step is one also if nothing can be reached by it: its disk may be
+    away, and the step must not be forgotten.
+    """
+    is_step_link = entry.is_symlink() and is_step_name(entry.name)
     try:
-        return entry.is_dir()
+        return entry.is_dir() or (is_step_link and not os.path.exists(entry.path))
     except OSError:
-        return False
+        return is_step_link

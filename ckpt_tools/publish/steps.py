@@ -367,6 +367,13 @@ def look_at(number: int | None, store: Store | Path) -> Step:
         )
     except CheckpointError as error:
         cause = error if isinstance(error, StorageError) and error.is_unreadable else None
+        if isinstance(path, Path) and path.is_symlink() and not os.path.exists(path):
+            cause = StorageError(
+                f"it is a link, and nothing can be reached by it: {printable(os.readlink(path))}",
+                hint="mount the disk that it leads to; or remove the link, if the step is gone",
+                is_unreadable=True,
+            )
+            error = cause
         return Step(number or 0, path, 0, None, str(error), store, error=cause)
     finally:
         store.close()

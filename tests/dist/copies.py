@@ -153,6 +153,53 @@ def average():
     return {"model": model, "ema": ema}
 
 
+def plain_state():
+    """A module whose own state_dict renames its parameters."""
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 2)
+
+        def state_dict(self, *args, **kwargs):
+            return self.inner.state_dict()
+
+        def load_state_dict(self, *args, **kwargs):
+            return self.inner.load_state_dict(*args, **kwargs)
+
+    model = Inner()
+    with torch.no_grad():
+        model.inner.weight.fill_(RANK)
+    return {"model": model}
+
+
+class Holder:
+    """Stands before the model, and returns its tensors."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def state_dict(self):
+        return {"w": self.model.weight}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def held():
+    return {"a": Holder(model := linear()["model"]), "model": model}
+
+
+def one_kind_each():
+    """A parameter on rank 0, and a buffer on the others."""
+    model, value = nn.Module(), torch.full((3,), float(RANK))
+    if RANK:
+        model.register_buffer("w", value)
+    else:
+        model.w = nn.Parameter(value)
+    return {"model": model}
+
+
 def equal():
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(4, 4))
@@ -176,6 +223,9 @@ STATES = {
     "sharded batch norm": lambda: batch_norm(True),
     "sampler": lambda: {"sampler": Sampler()},
     "ema": average,
+    "renamed": plain_state,
+    "held": held,
+    "one kind each": one_kind_each,
     "equal": equal,
 }
 
@@ -197,6 +247,21 @@ def save(how, path, state):
         return []
     except (ckpt_tools.CheckpointError, CheckpointException) as error:
         return f"{error} {getattr(error, 'hint', '')}"
+
+
+def small_drift(path):
+    """A small replica that drifts as a whole: the number of saves until it is found."""
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    with CheckpointManager(path, keep_last=1) as checkpoints:
+        for number in range(1, 100):
+            if number == 5:
+                for parameter in model.parameters():
+                    parameter.data.fill_(RANK)
+            try:
+                checkpoints.save(number, {"model": model}, asynchronous=False)
+            except ckpt_tools.CheckpointError:
+                return number
+    return 0
 
 
 def drift(path):
@@ -221,7 +286,8 @@ def main():
     for case in sys.argv[3:]:
         how, _, name = case.partition(": ")
         path = FOLDER / case.replace(": ", "-").replace(" ", "_").replace(",", "")
-        mine = drift(path) if how == "drift" else save(how, path, STATES[name]())
+        drifts = {"drift": drift, "small drift": small_drift}
+        mine = drifts[how](path) if how in drifts else save(how, path, STATES[name]())
         told = [None] * SIZE
         dist.all_gather_object(told, mine)
         found[case] = told

@@ -24,11 +24,16 @@ DIFFER = {
     "ema": ("ema.model.weight", "16 of 16 elements, by at most 1 "),
     "scales": ("optimizer.state.weight.m", "3 of 3 elements, by at most 1 "),
 }
+DIFFER |= {
+    "renamed": ("model.weight", "6 of 6 elements, by at most 1 "),
+    "held": ("w", "4 of 4 elements, by at most 1 "),
+    "one kind each": ("model.w", "3 of 3 elements, by at most 1 "),
+}
 ON_FOUR = {
     "two meshes": ("'w'", "6 of 6 elements, by at most 12 "),
     "hsdp": ("model.weight", "1 of 32 elements, by at most 0.25 "),
 }
-NO_MODEL = ("ema", "scales")  # the plugin gets models and plain tensors here
+NO_MODEL = ("ema", "scales", "held")  # the plugin gets models and plain tensors here
 LOCAL, NOTED = ("local, even", "local, uneven"), ("batch norm", "sharded batch norm")
 
 
@@ -40,7 +45,7 @@ def cases(names: Any) -> list[str]:
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """What two ranks got for each state, and four for those that need more."""
     folder, told = tmp_path_factory.mktemp("copies"), {}
-    more = ["save: sampler", *(f"{how}: equal" for how in HOW), "trust: ddp", "drift: "]
+    more = ["save: sampler", *(f"{how}: equal" for how in HOW), "trust: ddp", "drift: ", "small drift: "]
     more += [f"{how}: {name}" for how in ("save", "background") for name in LOCAL]
     jobs = {2: [*cases(DIFFER), *cases(NOTED), *more], 4: [*cases(ON_FOUR), "save: other split"]}
     for num_ranks, mine in jobs.items():
@@ -106,6 +111,12 @@ def test_a_copy_that_drifts_later_is_found_within_a_round(found: tuple[Path, dic
     for (number, text), (again, other) in found[1]["drift: "]:
         assert 1 <= number <= 64 and "1 of 65536 elements, by at most 0.5 ('w')" in text
         assert again == number + 1 and other == text, "a save after a refusal compares again"
+
+
+def test_a_replica_that_drifts_as_a_whole_is_found_at_the_next_save(
+    found: tuple[Path, dict[str, Any]],
+) -> None:
+    assert found[1]["small drift: "] == [5, 5]
 
 
 KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn)

@@ -255,3 +255,35 @@ def test_many_saves_leave_one_removal_to_wait_for(
         for step in range(30):
             checkpoints.save(step, {"x": step}, asynchronous=False)
     assert len(list((tmp_path / "few").iterdir())) == 2
+
+
+def test_containers_below_are_changed_in_place_too(tmp_path: Path) -> None:
+    inner: dict[str, Any] = {"x": 0}
+    items = [0]
+    into = {"p": {"a": inner, "l": [inner, items]}}
+    round_trip(tmp_path, {"p": {"a": {"x": 1}, "l": [{"x": 1}, [3, 4]]}}, into)
+    assert into["p"]["a"] is inner and inner == {"x": 1}
+    assert into["p"]["l"] == [{"x": 1}, [3, 4]]
+
+
+def test_a_value_that_became_a_container_loads_without_a_traceback(tmp_path: Path) -> None:
+    into: dict[str, Any] = {"p": {"l": [5, 6]}}
+    notes = round_trip(tmp_path, {"p": {"l": {"a": 1}}}, into, strict=False)
+    assert into == {"p": {"l": {"a": 1}}}, notes
+    kept: dict[str, Any] = {"p": {"a": 1}}
+    notes = round_trip(tmp_path / "2", {"p": None}, kept, strict=False)
+    assert kept == {"p": None} and "p.a" in " ".join(notes)
+
+
+def test_an_average_that_is_applied_takes_no_update() -> None:
+    ema = Ema(nn.Linear(2, 2))
+    with ema.applied(), pytest.raises(PlanError, match="would average the average"):
+        ema.update()
+
+
+def test_an_optimizers_state_of_no_parameter_that_is_a_dict_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state["global"] = {"t": torch.tensor(3.0)}  # type: ignore[index]
+    with pytest.raises(PlanError, match="has a state of no parameter, under 'global'"):
+        ckpt_tools.save(tmp_path / "c", {"model": model, "optimizer": optimizer})

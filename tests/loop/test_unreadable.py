@@ -177,3 +177,33 @@ def test_a_start_asks_for_no_single_object_of_complete_steps(run: Run) -> None:
         request for request, _ in passed if request.method == "GET" and "list-type" in request.query
     ]
     assert len(lists) < 8
+
+
+def test_a_step_whose_disk_is_away_is_not_forgotten(tmp_path: Path) -> None:
+    run, away = tmp_path / "run", tmp_path / "away"
+    with CheckpointManager(run, keep_last=None) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state(step), asynchronous=False)
+    (run / "step-00000003").rename(away)
+    (run / "step-00000003").symlink_to(away)
+    away.rename(tmp_path / "unmounted")
+    with (
+        CheckpointManager(run, keep_last=None) as checkpoints,
+        pytest.raises(StorageError, match="nothing can be"),
+    ):
+        checkpoints.resume(state(0))
+    for words in (["ls"], ["latest"], ["check"], ["prune", "--keep-last", "1"]):
+        done = run_command(words[0], run, *words[1:])
+        text = done.stdout + done.stderr
+        assert done.returncode == 15 and ("step-00000003" in text or "step 3" in text), text
+    (tmp_path / "unmounted").rename(away)
+    with CheckpointManager(run, keep_last=None) as checkpoints:
+        assert checkpoints.resume(into := state(0)) == 3 and into["w"].tolist() == [3] * 5
+
+
+def test_the_pin_of_a_step_that_cannot_be_read_is_not_denied(run: Run) -> None:
+    step = f"{run.root}/step-00000001"
+    assert run_command("pin", step, *words(run.server.options)).returncode == 0
+    with refusing(run.endpoint, "step-00000001/.metadata", REFUSALS["forbidden"]) as (url, _):
+        done = run_command("pin", "--remove", step, *words(run.behind(url)))
+    assert done.returncode == 15 and "whether it is pinned" in done.stderr, done.stdout

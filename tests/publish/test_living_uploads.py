@@ -70,3 +70,15 @@ def test_nothing_is_removed_by_a_chained_url(wrapper: str, server: Server) -> No
     assert not found.removed and (found.failed or found.unreadable)
     assert all("a chained URL is read-only" in text for text in found.failed.values())
     assert sorted(fs.find(run)) == before
+
+
+def test_the_upload_of_a_living_copy_stays(server: Server) -> None:
+    fs, run = server.bucket("living"), f"living/{uuid.uuid4()}"
+    place = {"Bucket": "living", "Key": f"{run[7:]}/{FILE}"}
+    upload = fs.call_s3("create_multipart_upload", **place)["UploadId"]
+    lease = Lease(f"s3://{run}/step-00000009", server.options)
+    root = open_root(f"s3://{run}", server.options)
+    assert root.remove_leftovers(grace_s=-5) == []
+    fs.call_s3("list_parts", **place, UploadId=upload)
+    lease.release()
+    assert len(root.remove_leftovers(grace_s=-5)) == 1

@@ -48,6 +48,7 @@ class PairedNames:
         self.exported, self.catalog, self.notes, wanted = exported, catalog, notes, request.wants
         self.names = _mapping(exported, catalog, notes)
         self.alike, self.settled = _groups_by_parameter(exported, catalog)
+        self.replaced = list[str]()
         self.own, self.is_strict = {flat_name(path) for path in exported.own}, request.strict
         free = {flat_name(path) for path in exported.free}
         # a dict whose tensors are stored under another name takes these, and nothing else
@@ -99,6 +100,11 @@ class PairedNames:
                 " parameters start with empty state"
             )
         gone = {n for n in every if self._makes_way(n)} | stateless
+        if self.replaced:
+            self.notes.append(
+                f"{len(self.replaced)} values of the state are replaced by what was stored in place"
+                f" of their container: {shown_names(self.replaced)}"
+            )
         # DCP stores no empty values
         empty = {
             n
@@ -123,7 +129,10 @@ class PairedNames:
                 continue
             if place == name or place not in self.own:
                 return True
+            if any(n.startswith(f"{name}.") for n in self.below[place]):
+                return True  # it was a single value, and is a container in the checkpoint
             if not self.is_strict and any(name.startswith(f"{n}.") for n in self.below[place]):
+                self.replaced.append(name)
                 return True
         return False
 

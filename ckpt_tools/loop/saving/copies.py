@@ -160,7 +160,7 @@ class CopyProof:
             num_turns = 1
             if turn and mine.kind is not CopyKind.LOCAL:
                 num_turns = _TURNS_PER_COPY * mine.num_holders
-            parts = self._parts(mine, tensors, (turn - 1) % num_turns, num_turns)
+            parts = self._parts(mine, tensors, turn - 1, num_turns)
             found[mine.number] = dict(zip(parts, digests([*parts.values()]), strict=True))
         return found
 
@@ -173,14 +173,17 @@ class CopyProof:
         """
         if num_turns == 1:
             return {place: tensors[shard].detach() for place, shard in enumerate(copies.shards)}
+        # few tensors take shorter turns, so that each save compares at least one of them
+        num_parts = min(num_turns, len(copies.shards))
         found = {
             place: tensors[copies.shards[place]].detach()
-            for place in range(turn, len(copies.shards), num_turns)
+            for place in range(turn % num_parts, len(copies.shards), num_parts)
         }
         for place, shard in enumerate(copies.shards):
             info = self._infos[shard]
             if info.box.numel * BY_NAME[info.dtype].itemsize >= _SLICED_BYTES:
-                start, stop = (info.box.numel * n // num_turns for n in (turn, turn + 1))
+                at = turn % num_turns
+                start, stop = (info.box.numel * n // num_turns for n in (at, at + 1))
                 found[place] = tensors[shard].detach().reshape(-1)[start:stop]
         return dict(sorted(found.items()))
 
@@ -294,9 +297,12 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float]:
     bits = [t.view(torch.uint8).reshape(-1, itemsize) for t in (one, other)]
     differs = (bits[0] != bits[1]).any(dim=1)
     values = [
-        (torch.view_as_real(t) if t.is_complex() else t)[differs].double() for t in (one, other)
+        (torch.view_as_real(t) if t.is_complex() else t)[differs].to(
+            torch.int64 if t.dtype in (torch.int64, torch.int32) else torch.float64
+        )
+        for t in (one, other)
     ]
-    gaps = (values[0] - values[1]).abs().nan_to_num(nan=float("inf"))
+    gaps = (values[0] - values[1]).abs().double().nan_to_num(nan=float("inf"))
     return int(differs.sum()), float(gaps.max()) if gaps.numel() else 0.0
 
 

@@ -244,11 +244,22 @@ def agree_layout(
                 [g.infos for g in gathered],
                 [g.objects for g in gathered],
                 {k: v for g in reversed(gathered) for k, v in g.paths.items()},
-                {k: v for g in gathered for k, v in g.kinds.items()},
+                _kinds(gathered),
             )
     task = group.scatter(tasks, "agree on the layout")
     file = plan_file(group.rank, [names.infos[i] for i in task.shards])
     return SaveLayout(names, task, file, head, CopyProof(task.copies, names.infos, proof))
+
+
+def _kinds(gathered: Sequence[RankNames]) -> dict[str, CopyKind]:
+    """Returns what a difference means, where it is not just an error on any rank."""
+    strict = {info.fqn for g in gathered for info in g.infos if info.fqn not in g.kinds}
+    return {
+        fqn: kind
+        for g in gathered
+        for fqn, kind in g.kinds.items()
+        if kind is CopyKind.LOCAL or fqn not in strict
+    }
 
 
 def _check_values(values: Sequence[tuple[str, ...]], tensors: set[str]) -> None:

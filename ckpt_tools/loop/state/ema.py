@@ -95,7 +95,13 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Moves the average to the present values. Call it after each step of the optimizer."""
+        """Moves the average to the present values. Call it after each step of the optimizer.
+
+        Raises:
+            PlanError: the average is applied to the model.
+        """
+        if self in _APPLIED:
+            raise PlanError("the average is applied: update() would average the average")
         self.num_updates += 1
         if self.num_updates % self.every:
             return

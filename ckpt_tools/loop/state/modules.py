@@ -10,7 +10,7 @@ Source: torch 2.13 `torch/distributed/checkpoint/state_dict.py`, `_get_fqns`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_tools.core.naming import WRAPPERS
@@ -54,8 +55,15 @@ def load_module(module: nn.Module, values: Mapping[str, Any]) -> list[str]:
     return list(getattr(done, "unexpected_keys", ()))  # an overridden method may return None
 
 
-def plain_parameter_names(module: nn.Module) -> set[str]:
-    """Returns the names of a module's parameters without wrappers, each name of a tied one."""
+def plain_parameter_names(module: nn.Module, exported: Iterable[str]) -> set[str]:
+    """Returns the names of a module's parameters without wrappers, each name of a tied one.
+
+    The flat parameters of FSDP1 hide the names. There, it is all that the module has exported but
+    its buffers.
+    """
+    if any(isinstance(found, FullyShardedDataParallel) for found in module.modules()):
+        buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+        return {*exported} - {_without_wrappers(name) for name in buffers}
     replicated = [
         f"{name}." if name else ""
         for name, found in module.named_modules()
@@ -66,8 +74,12 @@ def plain_parameter_names(module: nn.Module) -> set[str]:
         for prefix in reversed(replicated):  # inner ones first
             if name.startswith(f"{prefix}module."):
                 name = prefix + name.removeprefix(f"{prefix}module.")
-        names.add(".".join(part for part in name.split(".") if part not in WRAPPERS))
+        names.add(_without_wrappers(name))
     return names
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _has_plain_names(module: nn.Module) -> bool:

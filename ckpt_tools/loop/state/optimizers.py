@@ -111,7 +111,7 @@ def export_optimizer(
     own: dict[str, Any] = {}
     for n, found in state["state"].items():
         if n not in name_of:  # of no parameter, such as a counter of all steps
-            own[_own_key(n, names, path)] = found
+            own[_own_key(n, found, names, path)] = found
         elif found:
             values[name_of[n]] = found
     free = [
@@ -151,16 +151,19 @@ def export_optimizer(
     )
 
 
-def _own_key(key: Any, names: Sequence[str], path: Key) -> str:
+def _own_key(key: Any, value: Any, names: Sequence[str], path: Key) -> str:
     """Returns the key of a state that belongs to no parameter.
 
     Raises:
-        PlanError: it could not be told from the name of a parameter.
+        PlanError: it could not be told from the state of a parameter.
     """
-    if type(key) is not str or "." in key or key in names:
+    if type(key) is not str or "." in key or key in names or isinstance(value, Mapping | list):
         raise PlanError(
             f"the optimizer at {shown(path)} has a state of no parameter, under {key!r}",
-            hint="give it a key that is a word, and no parameter's name",
+            hint=(
+                "give it a key that is a word, and no parameter's name; and a tensor or a plain"
+                " value, no container"
+            ),
         )
     return key
 

@@ -178,12 +178,20 @@ class _Restorer:
                 value.load_state_dict(new)
         elif not is_plain(value):
             self.visit(value, new, path)
-        elif isinstance(value, MutableMapping) and (
-            type(value) is type(new) or {type(value), type(new)} <= {dict, OrderedDict}
-        ):
-            value.clear()
-            value.update(new)
-        elif type(value) is list and type(new) is list:
-            value[:] = new
-        else:
-            owner[key] = new
+        elif (made := _into(value, new)) is not value:
+            owner[key] = made
+
+
+def _into(old: Any, new: Any) -> Any:
+    """Returns a loaded plain value: the present dict or list, changed in place, or the new one."""
+    if isinstance(old, MutableMapping) and (
+        type(old) is type(new) or {type(old), type(new)} <= {dict, OrderedDict}
+    ):
+        made = {k: _into(old[k], item) if k in old else item for k, item in new.items()}
+        old.clear()
+        old.update(made)
+        return old
+    if type(old) is list and type(new) is list:
+        old[:] = [_into(o, n) for o, n in zip(old, new, strict=False)] + new[len(old) :]
+        return old
+    return new

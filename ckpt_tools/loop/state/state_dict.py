@@ -50,7 +50,7 @@ from ckpt_tools.loop.state.optimizers import (
     is_container,
 )
 from ckpt_tools.loop.state.shard_info import CopyKind
-from ckpt_tools.loop.state.shards import is_meta, is_sharded
+from ckpt_tools.loop.state.shards import has_own_memory, is_meta, is_sharded, local_part
 from ckpt_tools.loop.state.state_cache import KnownExport, StateCache
 from ckpt_tools.loop.state.unchanged import ModuleGuard, OptimizerGuard
 
@@ -369,6 +369,7 @@ class _Exporter:
         self.holders, self.stored, self.result = holders, stored, ExportedState(owners=holders)
         self.cache, self.reused = cache, set[str]()
         self.is_partial = is_partial  # only a part of each module is wanted
+        self.trained: set[object] | None = None  # where parameters lie, once that is asked for
 
     def visit(self, value: Any, path: Key) -> None:
         """Exports a value of the state itself."""
@@ -401,8 +402,8 @@ class _Exporter:
             self.result.kept += [f"{flat_name(path)}.{name}" for name in _non_persistent(module)]
         known = {*self.result.tensors, *self.result.objects} if self.is_partial else set()
         self.emit(exported, path, is_root=True)
-        trained = {flat_name((*path, name)) for name in plain_parameter_names(module)}
-        self._let_differ(before[0], trained)
+        trained = plain_parameter_names(module, exported)
+        self._let_differ(before[0], {flat_name((*path, name)) for name in trained})
         if self.is_partial:
             self.result.of_modules |= {*self.result.tensors, *self.result.objects} - known
         if self.cache is not None and len(self.result.objects) == before[1]:
@@ -411,9 +412,22 @@ class _Exporter:
             self.cache.keep(path, guard, list(tensors), self.result.paths, self.result.kinds)
 
     def _let_differ(self, first: int, trained: Container[str] = ()) -> None:
-        """Notes that the tensors exported since may differ between ranks, but parameters."""
-        for name, tensor in islice(self.result.tensors.items(), first, None):
-            if name not in trained and not is_sharded(tensor):
+        """Notes that the tensors exported since may differ between ranks, but parameters.
+
+        A parameter has one of the names in `trained`, or is the memory of one in the state.
+        """
+        found = [
+            (name, tensor)
+            for name, tensor in islice(self.result.tensors.items(), first, None)
+            if name not in trained and not is_sharded(tensor)
+        ]
+        if not found:
+            return
+        if self.trained is None:
+            modules = (module for _, module in self.holders.modules)
+            self.trained = {_place(p) for module in modules for p in module.parameters()}
+        for name, tensor in found:
+            if _place(tensor) not in self.trained:
                 self.result.kinds[name] = CopyKind.FREE
 
     def _visit_optimizer(self, optimizer: Optimizer, path: Key) -> None:
@@ -577,6 +591,14 @@ class _Exporter:
                 f" {', '.join(map(printable, without[:3]))}",
                 hint=f"call model.to_empty(device=…) first{kept}",
             )
+
+
+def _place(tensor: torch.Tensor) -> object:
+    """Returns where the elements of a tensor begin; equal to no other for one without memory."""
+    local = local_part(tensor)
+    if not has_own_memory(local) or not local.numel():
+        return object()
+    return local.device, local.data_ptr()
 
 
 def _is_walked(value: Mapping[Any, Any]) -> bool:

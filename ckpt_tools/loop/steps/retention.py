@@ -21,7 +21,14 @@ from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.reasons_to_stay import MAX_NAMES, files_to_keep, reason_to_stay
 from ckpt_tools.publish.retention_rules import Retention, has_metric, newest_finite
 from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.steps import Step, find_step, lasting_damage, look_at, survey
+from ckpt_tools.publish.steps import (
+    Step,
+    find_step,
+    lasting_damage,
+    look_at,
+    refuse_unreadable,
+    survey,
+)
 from ckpt_tools.storage import is_url, local_path, open_store
 from ckpt_tools.transfer.options import Reading
 
@@ -128,7 +135,11 @@ def prune_steps(
     for step in steps:
         if step.twin:
             result.kept[str(step.path)] = step.twin_note
-    links = root.links() if to_remove else []
+    try:
+        links = root.links() if to_remove else []
+    except StorageError as error:  # a link that nobody can see may lead to any of them
+        result.failed.update({str(s.path): f"it may be linked: {error}" for s in to_remove})
+        return result
     for step in to_remove:
         try:
             if reason := (
@@ -307,6 +318,7 @@ def pin_step(path: Path | str, options: Options = None, removes: bool = False) -
         raise NotACheckpointError(
             f"no step of a run: {printable(where)}", hint="a step is named like RUN/step-00000100"
         )
+    refuse_unreadable([step], "whether it is pinned")
     if step.is_pinned is not removes:
         return False
     root.unpin(name) if removes else root.pin(name, _PIN_TEXT)
