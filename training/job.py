@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ class Job:
             "scheduler": self.scheduler,
             "sampler": self.sampler,
             "rng": RngState(),
-            "train_state": {"step": step, "best": self.best, **self.about},
+            # a copy: a resume changes the containers of a state in place
+            "train_state": copy.deepcopy({"step": step, "best": self.best, **self.about}),
             "config": configuration.to_toml(self.plan.given),
         }
 

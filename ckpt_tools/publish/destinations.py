@@ -22,7 +22,7 @@ def refuse_tilde(path: str | os.PathLike[str]) -> None:
         PlanError: it begins so.
     """
     where = os.fspath(path)
-    if where.startswith("~"):
+    if isinstance(where, str) and where.startswith("~"):
         raise PlanError(
             f"a shell replaces '~', and Python does not: {printable(where)}",
             hint=f"pass os.path.expanduser({where!r}); a name that begins so is written './~…'",
