@@ -129,7 +129,7 @@ class PairedNames:
                 continue
             if place == name or place not in self.own:
                 return True
-            if any(n.startswith(f"{name}.") for n in self.below[place]):
+            if any(n == name or n.startswith(f"{name}.") for n in self.below[place]):
                 return True  # it was a single value, and is a container in the checkpoint
             if not self.is_strict and any(name.startswith(f"{n}.") for n in self.below[place]):
                 self.replaced.append(name)
