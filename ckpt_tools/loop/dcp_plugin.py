@@ -190,16 +190,16 @@ class StorageWriter(storage.StorageWriter):
             raise PlanError(
                 "saving without collectives has no commit: one rank must know that all have written"
             )
-        target = self._target()
-        target.check(self.overwrite)
-        attempt, self._num_ranks = new_attempt(), len(plans)
-        self._stack = ExitStack()
-        self._staged = self._stack.enter_context(target.stage(attempt, self.overwrite))
         if not all(getattr(plan, "usable", True) for plan in plans):
             raise PlanError(
                 "a planner that keeps its plans cannot be used: each save has files of its own",
                 hint="make the planner without enable_plan_caching",
             )
+        target = self._target()
+        target.check(self.overwrite)
+        attempt, self._num_ranks = new_attempt(), len(plans)
+        self._stack = ExitStack()
+        self._staged = self._stack.enter_context(target.stage(attempt, self.overwrite))
         held = [plan.storage_data or [] for plan in plans]
         count = Counter(index for mine in held for index in mine)
         owners = {index: rank for rank, mine in reversed([*enumerate(held)]) for index in mine}
