@@ -62,7 +62,8 @@ class BucketRoot:
     def remove_leftovers(self, grace_s: float = GRACE_S, dry_run: bool = False) -> list[Leftover]:
         store = self._store()
         if self._lease is None and store.s3 is not None and is_leased(store):
-            log.info("%s: a job holds this run, so its unfinished work stays", self.path)
+            where = printable(self.path)
+            log.warning("%s: a job holds this run, so unfinished work in it stays", where)
             return []
         return remove_abandoned(store, grace_s, dry_run)
 

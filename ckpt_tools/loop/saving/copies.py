@@ -35,7 +35,7 @@ class Proof(StrEnum):
     """When the copies of a state are compared."""
 
     CHECK = "check"  # at every save
-    FIRST_SAVE = "first-save"  # at the first save, then a slice at each save, in turn
+    FIRST_SAVE = "first-save"  # at the first save, then a part at each save, in turn
     TRUST = "trust"  # never
 
     @classmethod
@@ -275,7 +275,8 @@ def _compare(
     first, second = ranks
     text = ""
     if group.rank in ranks:
-        mine = tensors[shards[ranks.index(group.rank)]].detach().reshape(-1)
+        mine = tensors[shards[ranks.index(group.rank)]].detach()
+        mine = mine.resolve_conj().resolve_neg().reshape(-1)
         step = max(_PIECE_BYTES // mine.element_size(), 1)
         count, most = 0, 0.0
         for start in range(0, len(mine), step):
