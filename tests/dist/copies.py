@@ -226,6 +226,7 @@ STATES = {
     "renamed": plain_state,
     "held": held,
     "one kind each": one_kind_each,
+    "conjugated": lambda: {"w": torch.full((3,), complex(RANK, 1)).conj()},
     "equal": equal,
 }
 

@@ -27,6 +27,7 @@ DIFFER = {
 DIFFER |= {
     "renamed": ("model.weight", "6 of 6 elements, by at most 1 "),
     "held": ("w", "4 of 4 elements, by at most 1 "),
+    "conjugated": ("'w'", "3 of 3 elements, by at most 1 "),
     "one kind each": ("model.w", "3 of 3 elements, by at most 1 "),
 }
 ON_FOUR = {
