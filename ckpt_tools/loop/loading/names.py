@@ -105,18 +105,18 @@ class PairedNames:
                 f"{len(self.replaced)} values of the state are replaced by what was stored in place"
                 f" of their container: {shown_names(self.replaced)}"
             )
-        # DCP stores no empty values
-        empty = {
-            n
-            for n in missing_objects
-            if isinstance(exported.objects[n], Mapping) and not exported.objects[n]
-        }
+        empty = set(filter(self._is_empty, missing_objects))  # DCP stores none of them
         # torch's `load_state_dict` keeps the names of the job, if none are stored
         own = {n for n in missing_objects if exported.paths[n][-1] == "param_names"}
         absent = [n for n in every if n not in tied | self.settled | empty | gone | own]
         if lacks_frozen:
             absent = _without_frozen(absent, exported.frozen, self.notes)
         return absent, gone
+
+    def _is_empty(self, name: str) -> bool:
+        """Tells whether a value of the state is an empty dict."""
+        value = self.exported.objects.get(name)
+        return isinstance(value, Mapping) and not value
 
     def _makes_way(self, name: str) -> bool:
         """Tells whether other stored names take the place of a missing name.
@@ -131,7 +131,9 @@ class PairedNames:
                 return True
             if any(n == name or n.startswith(f"{name}.") for n in self.below[place]):
                 return True  # it was a single value, and is a container in the checkpoint
-            if not self.is_strict and any(name.startswith(f"{n}.") for n in self.below[place]):
+            # an empty container is no misfit (see `absent`), so it makes way, too
+            may_go = not self.is_strict or self._is_empty(name)
+            if may_go and any(name.startswith(f"{n}.") for n in self.below[place]):
                 self.replaced.append(name)
                 return True
         return False
