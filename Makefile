@@ -1,5 +1,7 @@
 # make demo        make the environment, install, and run the main job end to end
-# make test        lint, types and all tests but those of peers
+# make test        lint, types and the quick tests: each feature once
+# make test-slow   kills, outages, attacks and sweeps that take longer
+# make test-all    both
 # make test-peers  tests with other programs, each in an environment of its own (.peers)
 # make test-cuda   what needs a GPU
 # make docs        build the documentation site: build/site
@@ -11,13 +13,18 @@ BIN := .venv/bin
 # one thread per process: the test processes share two cores, and some of them wait for servers
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadgroup
 
-.PHONY: demo test test-peers test-cuda lint docs dist bench clean
+.PHONY: demo test test-slow test-all test-peers test-cuda lint docs dist bench clean
 
 demo: .venv/ready
 	$(BIN)/python tests/demo.py demo
 
 test: lint
-	$(PYTEST) --numprocesses 3 --ignore tests/peers
+	$(PYTEST) --numprocesses 4 --ignore tests/peers -m "not slow"
+
+test-slow: .venv/ready
+	$(PYTEST) --numprocesses 4 --ignore tests/peers -m slow
+
+test-all: test test-slow
 
 test-peers: .venv/ready
 	$(PYTEST) --numprocesses 2 tests/peers

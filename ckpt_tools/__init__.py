@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.verify import VerifyResult, verify
     from ckpt_tools.publish.check_manifest import Problem
     from ckpt_tools.publish.manifest import Manifest
-    from ckpt_tools.publish.retention_rules import Retention
-    from ckpt_tools.publish.steps import Step
+    from ckpt_tools.run.retention import Retention
+    from ckpt_tools.run.step import Step
     from ckpt_tools.transfer.result import TransferResult
 
     open = open_checkpoint  # noqa: A001  # not in __all__: `import *` would replace Python's own
@@ -155,8 +155,8 @@ _LAZY = {
     "steps": "loop.steps.runs",
     "prune": "loop.steps.runs",
     "Pruned": "loop.steps.retention",
-    "Retention": "publish.retention_rules",
-    "Step": "publish.steps",
+    "Retention": "run.retention",
+    "Step": "run.step",
     "SaveReport": "loop.saving.save",
     "LoadReport": "loop.loading.load_request",
     "Checkpoint": "loop.loading.reader",

@@ -1,3 +1,3 @@
 """The version, apart, so that nothing else need be imported to know it."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

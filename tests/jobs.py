@@ -5,11 +5,12 @@ test`.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -50,6 +51,33 @@ def open_files(folder: Path) -> list[str]:
         with suppress(OSError):  # the descriptor of this very listing
             found.append(os.readlink(f"/proc/self/fd/{name}"))
     return sorted(path for path in found if path.startswith(str(folder)))
+
+
+def kill_after_step(
+    words: Sequence[str], root: Path, number: int, environment: Mapping[str, str]
+) -> None:
+    """Starts a job, and kills it with all its ranks once a step is there; removes later steps.
+
+    The ranks hold the pipe, so its end says that none of them still runs.
+    """
+    with subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,
+    ) as job:
+        try:
+            while not (root / f"step-{number:08d}").exists():
+                assert job.poll() is None, job.communicate()[0].decode()
+                time.sleep(0.002)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+            job.communicate()
+    for newer in root.glob("step-*"):
+        if int(newer.name.split("-")[1]) > number:
+            shutil.rmtree(newer)
 
 
 def interrupt(

@@ -24,7 +24,7 @@ from ckpt_tools import CheckpointManager, PerRank, RngState
 from ckpt_tools.loop.state.device_statistics import measure_on_device
 from ckpt_tools.loop.state.staging import Stager, _pinned
 from tests.jobs import ROOT, torchrun_command
-from tests.training.test_training import QUIET, TINY, losses, sets
+from tests.training.runs import QUIET, TINY, losses, sets
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),

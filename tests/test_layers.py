@@ -5,6 +5,10 @@ syntax tree.
 from __future__ import annotations
 
 import ast
+import functools
+import importlib
+import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +25,7 @@ LAYERS = [
     "engine",
     "formats",
     "publish",
+    "run",
     "transfer",
     "operations",
     "loop",
@@ -46,10 +51,16 @@ def dotted(path: Path) -> str:
     return ".".join(p for p in path.relative_to(ROOT).with_suffix("").parts if p != "__init__")
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports(path: Path) -> list[str]:
     """Returns everything that a file imports, by full name."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found += [a.name for a in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -76,18 +87,19 @@ def own_imports(path: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", FILES, ids=dotted)
-def test_a_folder_imports_only_from_the_folders_below_it(path: Path) -> None:
-    for name in own_imports(path):
-        is_lazy_name = dotted(path) == "" or layer(name) == LAYERS.index("")
-        assert is_lazy_name or layer(name) <= layer(dotted(path)), f"{dotted(path)} imports {name}"
+def test_a_folder_imports_only_from_the_folders_below_it() -> None:
+    for path in FILES:
+        for name in own_imports(path):
+            is_lazy_name = dotted(path) == "" or layer(name) == LAYERS.index("")
+            is_below = layer(name) <= layer(dotted(path))
+            assert is_lazy_name or is_below, f"{dotted(path)} imports {name}"
 
 
-@pytest.mark.parametrize("path", [f for f in FILES if "/loop/" in str(f)], ids=dotted)
-def test_a_folder_of_the_loop_imports_only_from_those_below_it(path: Path) -> None:
-    for name in own_imports(path):
-        is_below = loop_layer(name) <= loop_layer(dotted(path))
-        assert not name.startswith("loop.") or is_below, f"{dotted(path)} imports {name}"
+def test_a_folder_of_the_loop_imports_only_from_those_below_it() -> None:
+    for path in (f for f in FILES if "/loop/" in str(f)):
+        for name in own_imports(path):
+            is_below = loop_layer(name) <= loop_layer(dotted(path))
+            assert not name.startswith("loop.") or is_below, f"{dotted(path)} imports {name}"
 
 
 def test_every_folder_is_a_layer_and_few_files_are_loose() -> None:
@@ -100,10 +112,18 @@ def test_every_folder_is_a_layer_and_few_files_are_loose() -> None:
     assert len(list(ROOT.glob("*.py"))) <= 5
 
 
-@pytest.mark.parametrize("path", FILES, ids=dotted)
-def test_torch_is_imported_nowhere_but_where_it_must_be(path: Path) -> None:
-    if not path.relative_to(ROOT).as_posix().startswith(TORCH_LIVES_IN):
-        assert not [i for i in imports(path) if i.split(".")[0] == "torch"]
+def test_torch_is_imported_nowhere_but_where_it_must_be() -> None:
+    for path in FILES:
+        if not path.relative_to(ROOT).as_posix().startswith(TORCH_LIVES_IN):
+            assert not [i for i in imports(path) if i.split(".")[0] == "torch"], path
+
+
+def test_no_test_file_imports_another() -> None:
+    """What two of them need is in a file of its own."""
+    for path in ROOT.parent.joinpath("tests").rglob("*.py"):
+        assert not [name for name in imports(path) if re.match(r"tests\.([\w.]+\.)?test_", name)], (
+            path
+        )
 
 
 def test_no_cycles() -> None:
@@ -131,7 +151,7 @@ def test_files_and_functions_stay_short() -> None:
     for path in [*FILES, *(ROOT.parent / "training").glob("*.py")]:
         text = path.read_text()
         assert len(text.splitlines()) <= 900, path
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef):
                 first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
                 assert (node.end_lineno or 0) - first.lineno < 100, f"{path}:{node.name}"
@@ -171,13 +191,13 @@ def test_nobody_examines_attempts_and_destinations() -> None:
     """They are protocols with two implementations: ask them."""
     names = ("LocalAttempt", "RemoteAttempt", "LocalDestination", "RemoteDestination")
     for path in FILES:
-        if not dotted(path).startswith("publish."):
+        if not dotted(path).startswith(("publish.", "run.")):
             assert not [name for name in names if name in path.read_text()], path
 
 
 # Here a path or URL of the user becomes a store, a root or a destination. Elsewhere nobody asks.
 TELLS_URLS = (
-    "storage/base.py storage/__init__.py publish/destinations.py formats/registry.py cli/options.py"
+    "storage/base.py storage/__init__.py publish/destinations.py run/roots.py formats/registry.py cli/options.py"
     " operations/convert/huggingface.py operations/convert/options.py operations/inspect.py"
     " operations/copy.py loop/arguments.py loop/saving/huggingface_copies.py loop/manager.py loop/steps/retention.py"
     " transfer/result.py transfer/transfer.py"
@@ -197,7 +217,7 @@ def test_nobody_examines_stores_and_roots() -> None:
     """They are protocols: a capability or a method answers the question."""
     for path in FILES:
         where = str(path.relative_to(ROOT))
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
                 continue
             called = node.func.id
@@ -207,3 +227,21 @@ def test_nobody_examines_stores_and_roots() -> None:
             if called == "is_url":
                 is_known = where in TELLS_URLS or where.startswith("integrations/")
                 assert is_known, (where, node.lineno)
+
+
+def test_benchmarks_import_what_is_there() -> None:
+    """No test runs them, so a renamed function would be noticed when somebody wants a figure."""
+    gone = []
+    for path in sorted((ROOT.parent / "tests" / "benchmarks").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not node.module:
+                continue
+            if node.module.startswith("ckpt_tools") and "integrations" not in node.module:
+                module = importlib.import_module(node.module)
+                gone += [
+                    f"{path.name}: {node.module}.{alias.name}"
+                    for alias in node.names
+                    if not hasattr(module, alias.name)
+                    and not importlib.util.find_spec(f"{node.module}.{alias.name}")
+                ]
+    assert not gone

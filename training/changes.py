@@ -17,7 +17,7 @@ import torch
 import ckpt_tools
 from ckpt_tools import CheckpointError, CheckpointManager
 from training import model as models
-from training.config import Config, ConfigError, parse, resolve
+from training.config import Config, ConfigError, check_length, parse, resolve
 
 _QUIET = (
     "run.dir",
@@ -41,8 +41,38 @@ _FIXED = (
 
 
 def config_of(state: Mapping[str, Any]) -> Config:
-    """Returns the configuration in the state of a checkpoint."""
-    return parse(state["config"], "the checkpoint's configuration")
+    """Returns the configuration in the state of a checkpoint.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    text, where = state["config"], "the checkpoint's configuration"
+    if not isinstance(text, str):
+        raise ConfigError(f"expected a text, got {text!r:.80} ({where})")
+    check_length(text, where)
+    return parse(text, where)
+
+
+def check_train_state(stored: Mapping[str, Any], number: int) -> None:
+    """Checks the numbers in the `train_state` of a checkpoint.
+
+    Args:
+        stored: the `train_state`.
+        number: the step by the checkpoint's manifest or name; 0 if neither has one.
+
+    Raises:
+        ConfigError: one of them is not what this program stores.
+    """
+    step, best = stored.get("step"), stored.get("best")
+    if type(step) is not int or not 0 <= step < 10**18 or number not in (0, step):
+        raise ConfigError(f"the checkpoint of step {number} says that it is step {step!r:.80}")
+    match best:
+        case None | (int(), int() | float()):
+            pass
+        case _:
+            raise ConfigError(
+                f"the checkpoint's best step is no pair of a step and a loss: {best!r:.80}"
+            )
 
 
 def notes_on(before: Config, now: Config) -> list[str]:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 Dtype = Literal["", "float32", "bfloat16", "float16"]
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 FLOAT32_MAX = 3.4e38  # about
+_MAX_CHARS, _MAX_LINE_CHARS = 1 << 20, 4 << 10  # of a configuration in a checkpoint
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -290,10 +291,32 @@ def parse(text: str, where: str) -> Config:
 
 
 def to_toml(config: Config) -> str:
-    """Returns the resolved configuration as a TOML file, which is itself a valid input."""
+    """Returns the resolved configuration as a TOML file, which is itself a valid input.
+
+    Raises:
+        ConfigError: it is too long to be read back from a checkpoint.
+    """
     import tomli_w
 
-    return tomli_w.dumps(config.model_dump(exclude_none=True))
+    text = tomli_w.dumps(config.model_dump(exclude_none=True))
+    check_length(text, "the configuration, which checkpoints hold")
+    return text
+
+
+def check_length(text: str, where: str) -> None:
+    """Refuses a stored configuration that the parser would take minutes for.
+
+    It takes quadratic time for a name of very many parts.
+
+    Raises:
+        ConfigError: the text, or a line of it, is too long.
+    """
+    longest = max(map(len, text.splitlines()), default=0)
+    if len(text) > _MAX_CHARS or longest > _MAX_LINE_CHARS:
+        raise ConfigError(
+            f"expected at most {_MAX_CHARS} characters, and {_MAX_LINE_CHARS} in a line; got"
+            f" {len(text)} and {longest} ({where})"
+        )
 
 
 def _toml(text: str, where: str) -> dict[str, Any]:

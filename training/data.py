@@ -10,7 +10,6 @@ describes its ids. `training.prepare` writes both, `training.examples` has promp
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -26,15 +25,7 @@ import torch
 from training.batch import Batch, DataError, DataSet, fingerprint
 from training.config import ConfigError
 from training.examples import Examples, open_examples
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "spiece.model",
-)
+from training.local_models import tokenizer_fingerprint
 
 
 @dataclass(frozen=True)
@@ -156,15 +147,6 @@ def _standard_library(seq_len: int) -> Tokens:
     text = b"\n".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     ids = np.frombuffer(text, np.uint8)
     return Tokens(ids, seq_len, 256, "the standard library's sources")
-
-
-def tokenizer_fingerprint(directory: Path) -> str:
-    """Returns 16 hex digits for the files of a tokenizer; "" if there are none."""
-    files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
-    digest = hashlib.blake2b(digest_size=8)
-    for file in files:
-        digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest() if files else ""
 
 
 def check_tokenizer(tokens: Tokens | Examples, model: Path, key: str = "data.train") -> None:

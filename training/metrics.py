@@ -10,6 +10,7 @@ row counts as a token.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import sys
@@ -24,6 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from training.config import Config
+from training.files import open_to_append, replace_file
 from training.loggers import Logger
 
 if TYPE_CHECKING:
@@ -136,7 +138,7 @@ class Meter:
             for logger in self.loggers:
                 logger.write(line)
             finite = {key: _finite(value) for key, value in line.items()}
-            with self.path.open("a") as file:
+            with open_to_append(self.path) as file:
                 file.write(json.dumps(finite, allow_nan=False) + "\n")
 
     def close(self) -> None:
@@ -187,7 +189,7 @@ def _forget(path: Path, step: int) -> None:
     if path.exists():
         lines = path.read_text(errors="replace").splitlines(keepends=True)
         kept = [line for line in lines if _step_of(line) <= step]
-        path.write_text("".join(kept))
+        replace_file(path, "".join(kept))
 
 
 def _step_of(line: str) -> float:
@@ -242,7 +244,9 @@ def plot(directory: Path) -> list[Path]:
         axes.grid(alpha=0.3)
     paths = [directory / "metrics.png", directory / "metrics.svg"]
     for path in paths:
-        figure.savefig(path)
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format=path.suffix[1:])
+        replace_file(path, drawn.getvalue())
     plt.close(figure)
     return paths
 

@@ -26,8 +26,10 @@ from numpy.lib import format as npy
 from tqdm import tqdm
 
 from training.config import ConfigError
-from training.data import tokenizer_fingerprint
 from training.examples import PARTS
+from training.files import replace_file
+from training.local_models import open_local, tokenizer_fingerprint
+from training.templates import Renderer
 
 _READ = 4 << 20  # bytes of text to read, and tokenize, at once
 Masked = tuple[list[int], list[int]]  # ids, and 1 for those that are trained on
@@ -81,7 +83,7 @@ def prepare(
         raise ConfigError(f"no text in {', '.join(map(str, sources))}")
     for suffix in PARTS.values() if texts else ():
         Path(f"{out}{suffix}").unlink(missing_ok=True)  # of examples that lay here before
-    Path(f"{out}.json").write_text(json.dumps(about, indent=1) + "\n")
+    replace_file(Path(f"{out}.json"), json.dumps(about, indent=1) + "\n")
     return about
 
 
@@ -235,10 +237,11 @@ class _Tokenizer:
         if not directory.is_dir():
             raise ConfigError(f"--tokenizer {directory}: there is no such directory")
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+            self.tokenizer = open_local(AutoTokenizer, directory)
         except Exception as error:  # a tokenizer's files may make it raise anything
             said = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigError(f"cannot load a tokenizer from {directory}: {said}") from error
+        self._renderer = Renderer(self.tokenizer)
         self.vocab_size = len(self.tokenizer)
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
@@ -269,9 +272,7 @@ class _Tokenizer:
             raise ConfigError("the tokenizer has no chat template: give `prompt` and `completion`")
 
         def render(turns: Sequence[Any], is_open: bool = False) -> list[int]:
-            text = self.tokenizer.apply_chat_template(
-                turns, tools=tools, tokenize=False, add_generation_prompt=is_open
-            )
+            text = self._renderer.render(turns, tools, is_open)
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
         ids = render(messages)

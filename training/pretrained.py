@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from training.config import ConfigError, Lora
+from training.local_models import model_of, open_local
 
 _ALL = "all-linear"  # PEFT's word for all linear layers but the head
 _NOT_OF_THE_MODEL = (
@@ -33,14 +34,14 @@ def make(path: str) -> nn.Module:
         ConfigError: transformers is not installed, or makes no causal LM of the directory.
     """
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
     except ImportError as error:
         raise ConfigError("model.path needs transformers: pip install 'ckpt-tools[hf]'") from error
     if not Path(path).is_dir():
         raise ConfigError(f"model.path: there is no directory {path}")
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        config = open_local(AutoConfig, path)
+        model: nn.Module = model_of(config, dtype=torch.float32)
     except Exception as error:  # a model's own code may raise anything
         raise ConfigError(
             f"model.path: {path} holds no causal LM that transformers can make here:"

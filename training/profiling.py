@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
 
 from training.config import Config
+from training.files import replace_file
 
 _SKIPPED = 2  # the first step warms up caches, the second warms up the profiler
 
@@ -73,8 +74,9 @@ class Profiler:
         file = self.directory / f"rank{dist.get_rank()}.memory.txt"
         is_one = config.data.accumulation == 1 and not config.compute.compile
         if not is_one or not isinstance(model, FSDPModule):
-            file.write_text(
-                "not measured: torch's tracker takes FSDP2, one micro-batch, and no compiler\n"
+            replace_file(
+                file,
+                "not measured: torch's tracker takes FSDP2, one micro-batch, and no compiler\n",
             )
             yield
             return
@@ -87,7 +89,7 @@ class Profiler:
         if self.is_cuda:
             peak = torch.cuda.max_memory_allocated()
             text += f"{'CUDA allocator':24}{peak / 2**20:12,.2f}\n"
-        file.write_text(text)
+        replace_file(file, text)
 
     def __exit__(
         self,
@@ -122,7 +124,7 @@ class Profiler:
         path = self.directory / f"rank{dist.get_rank()}.trace.json"
         trace.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-        (self.directory / f"rank{dist.get_rank()}.txt").write_text(summary(events))
+        replace_file(self.directory / f"rank{dist.get_rank()}.txt", summary(events))
         if self.is_cuda:
             file = self.directory / f"rank{dist.get_rank()}.memory.pickle"
             torch.cuda.memory._dump_snapshot(str(file))
@@ -195,12 +197,17 @@ def _collectives(spans: Sequence[dict[str, Any]], has_kernels: bool) -> list[str
     """Returns a table of the collectives: calls, bytes, and the time in which data moves."""
     counts, nbytes = Counter[str](), Counter[str]()
     moving: dict[str, list[Interval]] = {}
-    for event in spans:
+    calls = deque[dict[str, Any]]()
+    for event in sorted(spans, key=_interval):
         kind = _collective(event["name"])
         if event["name"].startswith("c10d::") and event.get("cat") == "cpu_op":
             counts[kind] += 1
             nbytes[kind] += _nbytes(event["args"])
+            calls.append(event)
         if _is_transfer(event, has_kernels):
+            # gloo makes a reduce-scatter of an all-reduce, and works in the order of the calls
+            if calls and not has_kernels:
+                kind = _collective(calls.popleft()["name"])
             moving.setdefault(kind, []).append(_interval(event))
     lines = [f"{'collective':28}{'calls':>8}{'MiB':>12}{'ms':>12}"]
     for kind in sorted({*counts, *moving}):

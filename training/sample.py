@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from training.local_models import open_local
 from training.model import Decoder, ModelConfig, logits_of, max_seq_len
 
 _NUM_BYTES = 256
@@ -27,7 +28,8 @@ def load_model(directory: Path) -> nn.Module:
     if not (directory / "model.json").exists():
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(str(directory), local_files_only=True).eval()
+        model: nn.Module = open_local(AutoModelForCausalLM, directory)
+        return model.eval()
     return load_decoder(directory / "model.safetensors", directory / "model.json")
 
 
@@ -73,7 +75,7 @@ def tokenizer_of(directory: Path) -> Any:
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    return open_local(AutoTokenizer, directory)
 
 
 def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:

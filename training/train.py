@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import signal
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from ckpt_tools import CheckpointManager
 from training import changes, factory, parallel, weights
+from training.causality import prove_causal
 from training.config import Config, to_toml
+from training.files import replace_file
 from training.job import Job, build, seed_generators
 from training.loggers import open_loggers
 from training.loss import evaluate, logits_for, loss_of
@@ -53,11 +56,11 @@ def train(
         on_commit=[logger.committed for logger in loggers],
     ) as checkpoints:
         first, notes = _resume(job, checkpoints)
+        if config.model.path:
+            prove_causal(job.model, config, device)
         if is_first:
             directory.mkdir(parents=True, exist_ok=True)
-            half = directory / ".config.toml"  # a kill leaves no half file that a start would read
-            half.write_text(to_toml(plan.given), encoding="utf-8")
-            half.replace(directory / "config.toml")
+            replace_file(directory / "config.toml", to_toml(plan.given))
         with contextlib.closing(Meter(config, first, loggers)) as meter:
             for text in (*_about(job, first), *plan.notes, *notes):
                 meter.say(text)
@@ -71,7 +74,9 @@ def train(
         with parallel.computing(config, device):
             written = logits_for(job.model, device)
         if is_first:
-            torch.save(written, logits)
+            buffer = io.BytesIO()
+            torch.save(written, buffer)
+            replace_file(logits, buffer.getvalue())
     if config.run.export and not number:
         _export(job, checkpoints, meter)
     return 128 + number if number else 0
@@ -106,6 +111,7 @@ def _resume(job: Job, checkpoints: CheckpointManager) -> tuple[int, list[str]]:
             notes += weights.load_weights(job.model, model.path, job.plan.converts)
         return 0, notes
     stored, before = state["train_state"], changes.config_of(state)
+    changes.check_train_state(stored, number)
     notes += changes.check_same(stored, job.about, config)
     notes += changes.notes_on(before, job.plan.given)
     best, there = stored.get("best"), {step.number for step in checkpoints.steps()}

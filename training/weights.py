@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 import ckpt_tools
 from ckpt_tools.core.naming import strip_wrappers
 from training.config import Config, ConfigError
+from training.files import replace_file
 from training.initialize import keep_shard
 from training.model import sizes_of
 from training.pretrained import is_adapted, is_of_adapter, make
@@ -249,7 +250,7 @@ def export(step: str, directory: Path, config: Config, model: nn.Module) -> None
     if not config.model.path:
         name = config.model.factory
         about = {"factory": name} if name else asdict(sizes_of(config))
-        (directory / "model.json").write_text(json.dumps(about, indent=1) + "\n")
+        replace_file(directory / "model.json", json.dumps(about, indent=1) + "\n")
         return
     if _uses_experts(_stored(str(file))) and _conversions(model, set())[0]:
         # experts one by one, as the files of the hub have them, in files of at most 5 GB
@@ -267,10 +268,10 @@ def _copy_files(path: Path, directory: Path, dtype: str) -> None:
     for file in sorted(path.iterdir()):
         is_index = file.name.endswith(".index.json")
         if file.suffix in (".json", ".model", ".txt", ".jinja") and not is_index:
-            (directory / file.name).write_bytes(file.read_bytes())
+            replace_file(directory / file.name, file.read_bytes())
     about = json.loads((directory / "config.json").read_text())
     about |= {key: dtype for key in ("dtype", "torch_dtype") if key in about}
-    (directory / "config.json").write_text(json.dumps(about, indent=2) + "\n")
+    replace_file(directory / "config.json", json.dumps(about, indent=2) + "\n")
 
 
 def _export_adapter(step: str, directory: Path, model: nn.Module) -> None:

@@ -19,25 +19,48 @@ import typer
 import typer.core
 
 from ckpt_tools.cli import read_verbs, report_verbs, run_verbs, thin_verbs, value_verbs, write_verbs
-from ckpt_tools.cli.options import (
-    Command,
-)
+from ckpt_tools.cli.help import write_all
+from ckpt_tools.cli.old_names import with_present_names
+from ckpt_tools.cli.options import Command
 from ckpt_tools.cli.process import (
+    CUT,
     EXIT_STATUS,
     drop_output,
     fail,
+    interrupted,
+    leave,
     prepare_streams,
     print_json,
     report_ignored,
     terminated,
 )
+from ckpt_tools.core import ending
 from ckpt_tools.errors import CheckpointError, PlanError, printable, redacted
 from ckpt_tools.ranks.base import Group, is_launched
 from ckpt_tools.version import __version__
 
 
+def _on_layout(message: str) -> str:
+    """Returns a remark on a usage error: `reshard --to` got a layout, which `convert` writes."""
+    from ckpt_tools.operations.convert.targets import TARGETS
+
+    wrong = (name for name in TARGETS if f": {name!r} is not a valid int" in message)
+    return "".join(f" `ckpt convert --to {name}` writes this layout." for name in wrong)
+
+
 class _Commands(typer.core.TyperGroup):
     """Handles the ends that typer does not: Ctrl-C, a closed pipe, and usage errors as JSON."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Shows the help, and exits with 2, if there is no verb."""
+        if not args and not ctx.resilient_parsing:
+            click.echo(ctx.get_help(), color=ctx.color)
+            ctx.exit(2)
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the verbs by purpose."""
+        write_all(self.list_commands(ctx), ctx, formatter)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -47,24 +70,24 @@ class _Commands(typer.core.TyperGroup):
         except click.UsageError as error:
             # an argument may be a URL with a password
             message = redacted(error.format_message())
+            message += _on_layout(message)
             print_json(message, None, error.exit_code, "UsageError")
             raise click.UsageError(message, error.ctx) from None
         except BrokenPipeError:  # the reader of the pipe has ended; click would exit with 1
             drop_output()
             raise SystemExit(128 + signal.SIGPIPE) from None
         except KeyboardInterrupt as stop:
-            fail(
-                "interrupted;"
-                f" {stop.args[0] if stop.args else 'nothing was left at the destination'}",
-                None,
-                130,
-                "KeyboardInterrupt",
-            )
+            usual = "nothing was left at the destination"
+            if ending.is_published:
+                usual = "the result is complete at the destination"
+            if ending.is_cut:
+                usual = f"{usual}, but {CUT}" if ending.is_published else CUT
+            what = stop.args[0] if stop.args else usual
+            fail(f"interrupted; {what}", None, 130, "KeyboardInterrupt")
 
 
 app = typer.Typer(
     cls=_Commands,
-    no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     suggest_commands=False,  # click suggests commands itself
@@ -107,25 +130,22 @@ _SHARED = ("merge", "reshard", "convert", "average", "verify", "diff", "stats", 
 
 _VERBS: dict[str, Callable[..., Any]] = {
     "inspect": read_verbs.inspect,
+    "ls": run_verbs.list_,
+    "diff": read_verbs.diff,
+    "stats": value_verbs.stats,
+    "report": report_verbs.report,
     "merge": write_verbs.merge,
     "reshard": write_verbs.reshard,
     "convert": write_verbs.convert,
     "average": value_verbs.average,
+    "copy": write_verbs.copy_,
     "verify": read_verbs.verify,
-    "diff": read_verbs.diff,
-    "stats": value_verbs.stats,
     "seal": read_verbs.seal,
     "salvage": write_verbs.salvage,
-    "copy": write_verbs.copy_,
-    "ls": run_verbs.list_,
-    "latest": run_verbs.latest,
-    "best": run_verbs.best,
     "check": run_verbs.check,
+    "latest": run_verbs.latest,
     "prune": run_verbs.prune,
     "thin": thin_verbs.thin,
-    "du": thin_verbs.du,
-    "report": report_verbs.report,
-    "plot": report_verbs.plot,
     "pin": run_verbs.pin,
 }
 for _name, _verb in _VERBS.items():
@@ -144,7 +164,19 @@ def main(may_share: bool = False) -> None:
             one.
     """
     signal.signal(signal.SIGTERM, terminated)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup ignores it
+        signal.signal(signal.SIGINT, interrupted)
+    try:
+        _run(may_share)
+    except SystemExit as end:
+        if ending.has_begun():
+            leave(end.code)
+        raise
+
+
+def _run(may_share: bool) -> None:
     prepare_streams()
+    sys.argv[1:] = with_present_names(sys.argv[1:])
     sys.unraisablehook = report_ignored
     gc.disable()  # the process is short-lived, and has no cycles worth collecting
     # numpy's threads would wait for ours, and making them takes time at the start

@@ -169,16 +169,19 @@ def _by_module(differences: Sequence[Difference]) -> dict[str, list[Difference]]
 
 
 def _size(found: Difference) -> float:
+    if found.is_code:
+        return 0.0
     return float("inf") if found.max_rel != found.max_rel else found.max_rel
 
 
 def _group_row(name: str, found: Sequence[Difference]) -> tuple[str, ...]:
     worst = max(found, key=_size)
-    if worst.is_object:
+    if worst.is_object or worst.is_code:
+        unit = " bytes" if worst.is_object else ""
         return (
             printable(name),
             str(len(found)),
-            f"{sum(f.num_different for f in found):,} bytes",
+            f"{sum(f.num_different for f in found):,}{unit}",
             "-",
             "-",
             "-",

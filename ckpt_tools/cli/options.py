@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import typer
 import typer.core
 
+from ckpt_tools.cli.help import write_verb
 from ckpt_tools.core.threads import num_threads, ranks_on_host
 from ckpt_tools.errors import printable
 from ckpt_tools.ranks.base import Group
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Command(typer.core.TyperCommand):
-    """A verb. Each verb has the option `--stats`."""
+    """A verb. Each verb has the options `--traffic` and `--help-all`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -34,16 +36,35 @@ class Command(typer.core.TyperCommand):
             "Print on stderr the number of requests and bytes between this process and object"
             " stores."
         )
-        stats = typer.core.TyperOption(
-            param_decls=["--stats"],
+        traffic = typer.core.TyperOption(
+            param_decls=["--traffic"],
             is_flag=True,
             default=False,
             expose_value=False,
             help=words,
             show_default=False,
-            callback=_show_stats,
+            callback=_show_traffic,
+            rich_help_panel="Store",
         )
-        self.params.append(stats)
+        every = typer.core.TyperOption(
+            param_decls=["--help-all"],
+            is_flag=True,
+            default=False,
+            expose_value=False,
+            is_eager=True,
+            help="Explain every option.",
+            show_default=False,
+            callback=_show_all_help,
+            rich_help_panel="Run",
+        )
+        self.params += [traffic, every]
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the help of one screen, or the whole one after `--help-all`."""
+        if ctx.meta.get(_ALL):
+            super().format_help(ctx, formatter)
+        else:
+            write_verb(self, ctx, formatter)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Refuses options of an object store if no path is in one."""
@@ -56,13 +77,23 @@ class Command(typer.core.TyperCommand):
         return super().invoke(ctx)
 
 
-def _show_stats(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:
+_ALL = "ckpt_tools.help_all"  # in the `meta` of a context
+
+
+def _show_all_help(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:
+    if is_wanted and not context.resilient_parsing:
+        context.meta[_ALL] = True
+        click.echo(context.get_help(), color=context.color)
+        context.exit()
+
+
+def _show_traffic(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:
     """Prints the requests when the verb has ended, also after a failure."""
     if is_wanted and not context.resilient_parsing:
-        context.call_on_close(_print_stats)
+        context.call_on_close(_print_traffic)
 
 
-def _print_stats() -> None:
+def _print_traffic() -> None:
     from ckpt_tools.cli import render
     from ckpt_tools.storage.base import ALL_TRAFFIC as TRAFFIC
 
@@ -106,12 +137,12 @@ _PERIOD = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|m|min|h|d|w)")
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
-def parse_period(text: str | None) -> float | None:
+def parse_period(text: str | None, may_be_zero: bool = False) -> float | None:
     """Parses 90s, 30min, 6h, 2d or 1w into seconds."""
     if text is None:
         return None
     match = _PERIOD.fullmatch(text.strip())
-    if not match or not float(match[1]):
+    if not match or not (may_be_zero or float(match[1])):
         raise typer.BadParameter(f"expected a time such as 30min, 6h or 2d, got {text!r}")
     return float(match[1]) * _SECONDS[match[2]]
 
@@ -134,6 +165,7 @@ StorageOption = Annotated[
             " Keep secrets in config files or the environment."
         ),
         show_default=False,
+        rich_help_panel="Store",
     ),
 ]
 Shapes = Annotated[
@@ -146,6 +178,7 @@ Shapes = Annotated[
             " transformers gets the shapes."
         ),
         show_default=False,
+        rich_help_panel="More",
     ),
 ]
 Jobs = Annotated[
@@ -157,6 +190,7 @@ Jobs = Annotated[
         max=256,
         help="Number of threads.  [default: processors, at most 8]",
         show_default=False,
+        rich_help_panel="Run",
     ),
 ]
 Memory = Annotated[
@@ -167,12 +201,17 @@ Memory = Annotated[
         metavar="SIZE",
         help="Memory for all buffers together, such as 64MiB.",
         show_default="64MiB",
+        rich_help_panel="Run",
     ),
 ]
 Select = Annotated[
     list[str] | None,
     typer.Option(
-        "--select", metavar="GLOB", help="Only names that match; repeatable.", show_default=False
+        "--select",
+        metavar="GLOB",
+        help="Only names that match; repeatable.",
+        show_default=False,
+        rich_help_panel="Select",
     ),
 ]
 Exclude = Annotated[
@@ -182,6 +221,7 @@ Exclude = Annotated[
         metavar="GLOB",
         help="Leave out names that match; repeatable.",
         show_default=False,
+        rich_help_panel="Select",
     ),
 ]
 KeepDtype = Annotated[
@@ -191,6 +231,7 @@ KeepDtype = Annotated[
         metavar="GLOB",
         help="Tensors that --dtype leaves as they are; repeatable.",
         show_default=False,
+        rich_help_panel="More",
     ),
 ]
 HfShardSize = Annotated[
@@ -201,6 +242,17 @@ HfShardSize = Annotated[
         metavar="SIZE",
         help="For hf: largest size of a shard; default: 5GB.",
         show_default=False,
+        rich_help_panel="More",
+    ),
+]
+ToStorageOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--to-storage-option",
+        metavar="KEY=VALUE",
+        help="Options of DST's object store, if it is not SRC's; repeatable.",
+        show_default=False,
+        rich_help_panel="Store",
     ),
 ]
 Overwrite = Annotated[
@@ -208,6 +260,7 @@ Overwrite = Annotated[
     typer.Option(
         "--overwrite",
         help="Replace a checkpoint at DST; the old one stays until the new one is complete.",
+        rich_help_panel="Output",
     ),
 ]
 Resume = Annotated[
@@ -218,11 +271,20 @@ Resume = Annotated[
             "Continue an interrupted attempt of this command, and keep finished work if this one"
             " is interrupted."
         ),
+        rich_help_panel="Run",
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar and no report.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Print the plan and write nothing.", rich_help_panel="Output"),
+]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", help="No progress bar and no report.", rich_help_panel="Output"),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel="Output")
+]
 Root = Annotated[
     str,
     typer.Argument(
@@ -233,68 +295,164 @@ Root = Annotated[
 ]
 
 
-def check_dtype(dtype: str | None) -> None:
-    if dtype not in (
-        None,
-        "bf16",
-        "fp16",
-        "fp32",
-        "fp64",
-        "bfloat16",
-        "float16",
-        "float32",
-        "float64",
-    ):
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The values of the options that several verbs share, as far as a verb has them.
+
+    Attributes:
+        group: the processes that share the work; None if this process is alone.
+        storage_option, to_storage_option: as given, `KEY=VALUE`.
+        shapes, jobs, memory, overwrite, resume, dry_run, quiet, as_json: see their help.
+    """
+
+    group: Group | None = None
+    storage_option: list[str] | None = None
+    to_storage_option: list[str] | None = None
+    shapes: str | None = None
+    jobs: int | None = None
+    memory: int | None = None
+    overwrite: bool = False
+    resume: bool = False
+    dry_run: bool = False
+    quiet: bool = False
+    as_json: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """Tells whether this process prints: rank 0, or the only process."""
+        return self.group is None or self.group.rank == 0
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """Returns the options of the object store."""
+        return parse_storage_options(self.storage_option)
+
+    @property
+    def reading(self) -> Reading:
+        """Returns the options of an operation that writes no checkpoint."""
+        is_shared = self.group is not None and self.jobs is None
+        shows_bar = self.is_first and not (self.quiet or self.as_json)
+        return {
+            "jobs": num_threads(None, ranks_on_host()) if is_shared else self.jobs,
+            "memory_bytes": self.memory,
+            "group": self.group,
+            "shapes": self.shapes,
+            "storage_options": self.storage_options,
+            "progress": bar if shows_bar else None,
+        }
+
+    @property
+    def writing(self) -> Options:
+        """Returns the options of an operation that writes a checkpoint."""
+        return {
+            **self.reading,
+            "overwrite": self.overwrite,
+            "dry_run": self.dry_run,
+            "resume": self.resume,
+        }
+
+    def show(self, as_text: Callable[[], None], value: Any, **more: Any) -> None:
+        """Prints the result of a verb, on one process of a group, as text or as JSON.
+
+        Args:
+            as_text: prints it for people.
+            value: the result, a dataclass.
+            more: further JSON values.
+        """
+        if self.as_json and self.is_first:
+            print(json.dumps(json_value(value) | more))
+        elif self.is_first and not self.quiet:
+            as_text()
+
+
+_SHARED: dict[str, Any] = {
+    "storage_option": StorageOption,
+    "to_storage_option": ToStorageOption,
+    "shapes": Shapes,
+    "jobs": Jobs,
+    "memory": Memory,
+    "overwrite": Overwrite,
+    "resume": Resume,
+    "dry_run": DryRun,
+    "quiet": Quiet,
+    "as_json": Json,
+}
+
+
+SOURCE, OUTPUT = ("storage_option", "shapes", "jobs", "memory"), ("quiet", "as_json")
+READS = ("group", *SOURCE, *OUTPUT)
+WRITES = ("group", *SOURCE, "overwrite", "resume", "dry_run", *OUTPUT)
+
+
+def shares(*names: str, **own: Any) -> Callable[[Callable[..., None]], Verb]:
+    """Gives a verb some of the options that verbs share; their values are its argument `shared`.
+
+    Args:
+        names: fields of `Shared`, in the order of the help. `group` makes it a verb that several
+            processes can share.
+        own: a declaration of its own for one of them.
+    """
+    return lambda function: Verb(function, names, own)
+
+
+class Verb:
+    """A function with the options that it shares with others, as typer reads them.
+
+    The signature is made when it is asked for: only one verb is called.
+    """
+
+    def __init__(
+        self, function: Callable[..., None], names: Sequence[str], own: Mapping[str, Any]
+    ) -> None:
+        self.__name__, self.__doc__ = function.__name__, function.__doc__
+        self._function, self._own = function, own
+        self._names = [name for name in names if name != "group"]
+        self._is_shared = "group" in names
+
+    def __call__(self, **values: Any) -> None:
+        taken = {name: values.pop(name) for name in self._names}
+        group = values.pop("context").obj if self._is_shared else None
+        self._function(**values, shared=Shared(group, **taken))
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        given = inspect.signature(self._function, eval_str=True).parameters
+        kind, defaults = inspect.Parameter.KEYWORD_ONLY, {f.name: f.default for f in fields(Shared)}
+        own = [p.replace(kind=kind) for name, p in given.items() if name != "shared"]
+        shared = [
+            inspect.Parameter(
+                name, kind, default=defaults[name], annotation=self._own.get(name, _SHARED[name])
+            )
+            for name in self._names
+        ]
+        context = [inspect.Parameter("context", kind, annotation=typer.Context)]
+        return inspect.Signature([*(context if self._is_shared else ()), *own, *shared])
+
+    @property
+    def __annotations__(self) -> dict[str, Any]:  # type: ignore[override]
+        return {name: p.annotation for name, p in self.__signature__.parameters.items()}
+
+
+def dtype_option(words: str) -> Any:
+    """Returns the declaration of `--dtype`, with help of its own."""
+    return typer.Option(
+        "--dtype",
+        metavar="bf16|fp16|fp32|fp64",
+        help=words,
+        show_default=False,
+        callback=_check_dtype,
+    )
+
+
+_DTYPES = ("bf16", "fp16", "fp32", "fp64", "bfloat16", "float16", "float32", "float64")
+
+
+def _check_dtype(dtype: str | None) -> str | None:
+    if dtype is not None and dtype not in _DTYPES:
         raise typer.BadParameter(
-            f"expected bf16, fp16, fp32 or fp64, got {printable(dtype or '')!r}",
-            param_hint="--dtype",
+            f"expected bf16, fp16, fp32 or fp64, got {printable(dtype)!r}", param_hint="--dtype"
         )
-
-
-def is_first(group: Group | None) -> bool:
-    """Tells whether this process prints the report: rank 0, or the only process."""
-    return group is None or group.rank == 0
-
-
-def reading_options(
-    group: Group | None,
-    jobs: int | None,
-    memory: int | None,
-    quiet: bool,
-    storage_option: list[str] | None,
-    shapes: str | None = None,
-) -> Reading:
-    """Returns the options of a command that writes no checkpoint."""
-    if group is not None and jobs is None:
-        jobs = num_threads(None, ranks_on_host())
-    return {
-        "jobs": jobs,
-        "memory_bytes": memory,
-        "group": group,
-        "shapes": shapes,
-        "storage_options": parse_storage_options(storage_option),
-        "progress": bar if is_first(group) and not quiet else None,
-    }
-
-
-def make_options(
-    group: Group | None,
-    jobs: int | None,
-    memory: int | None,
-    overwrite: bool,
-    dry_run: bool,
-    quiet: bool,
-    storage_option: list[str] | None,
-    resume: bool = False,
-    shapes: str | None = None,
-) -> Options:
-    """Returns the options of a command that writes a checkpoint."""
-    return {
-        **reading_options(group, jobs, memory, quiet, storage_option, shapes),
-        "overwrite": overwrite,
-        "dry_run": dry_run,
-        "resume": resume,
-    }
+    return dtype
 
 
 def parse_storage_options(given: list[str] | None) -> dict[str, Any]:
@@ -364,19 +522,9 @@ def json_value(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def report_transfer(
-    group: Group | None, result: TransferResult, quiet: bool, as_json: bool
-) -> None:
-    """Prints the result of a transfer, on one process of a group."""
+def report_transfer(shared: Shared, result: TransferResult) -> None:
+    """Prints the result of a transfer."""
     from ckpt_tools.cli import render
 
-    if not is_first(group):
-        return
-    if as_json:
-        print(
-            json.dumps(
-                json_value(result) | {"read_amplification": round(result.read_amplification, 4)}
-            )
-        )
-    elif not quiet:
-        render.show_transfer(result)
+    amplification = round(result.read_amplification, 4)
+    shared.show(lambda: render.show_transfer(result), result, read_amplification=amplification)

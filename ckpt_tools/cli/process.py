@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import sys
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from ckpt_tools.core import ending
 from ckpt_tools.errors import printable_lines, redacted
 from ckpt_tools.ranks.base import is_launched
 
@@ -19,17 +21,50 @@ EXIT_STATUS = """EXIT STATUS
 15 reading or writing failed · 16 another rank failed · 130 interrupted · 143 terminated"""
 
 
+CUT = "the store did not answer in time, so unfinished work may be left; ckpt prune removes it"
+
+
+_PATIENCE_S = 20.0  # for everything that follows a signal
+
+
+def _end_at_last(number: int) -> None:
+    """Makes sure that the process ends, also if the signal came at an unfortunate instant.
+
+    The exception of a handler can leave a lock of Python's own held, such as that of a future. Then
+    a thread never ends, and the process waits for it.
+    """
+
+    def end(*_: Any) -> NoReturn:
+        text = "error: it did not end in time after the signal, so unfinished work may be left\n"
+        with suppress(OSError):
+            os.write(2, text.encode())
+        os._exit(128 + number)
+
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S)
+
+
 def terminated(number: int, frame: Any) -> NoReturn:
     """Ends the command after SIGTERM.
 
     A process of torchrun says nothing: torchrun ends the others if one has failed.
     """
     del frame
+    ending.begin()
+    _end_at_last(number)
     if is_launched(os.environ):
         raise SystemExit(128 + number)
     with suppress(RuntimeError):  # the signal came while something was printed
         fail("terminated by SIGTERM", None, 128 + number, "Terminated")
     raise SystemExit(128 + number)
+
+
+def interrupted(number: int, frame: Any) -> NoReturn:
+    """Ends the command after Ctrl-C."""
+    del frame
+    ending.begin()
+    _end_at_last(number)
+    raise KeyboardInterrupt
 
 
 def prepare_streams() -> None:
@@ -76,6 +111,17 @@ def fail(message: str, hint: str | None, code: int, kind: str = "") -> NoReturn:
     if hint:
         print(f"hint: {printable_lines(hint)}", file=sys.stderr)
     raise SystemExit(code)
+
+
+def leave(code: Any) -> NoReturn:
+    """Ends the process after a signal, without its threads, which may wait for a store."""
+    if ending.is_cut and code == 128 + signal.SIGTERM:  # the message came before the cleaning
+        with suppress(OSError, ValueError):
+            print(f"hint: {CUT}", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else 1)
 
 
 def drop_output() -> None:

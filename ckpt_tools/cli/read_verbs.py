@@ -7,23 +7,11 @@ from typing import Annotated
 
 import typer
 
-from ckpt_tools.cli.options import (
-    Exclude,
-    Jobs,
-    Json,
-    Memory,
-    Quiet,
-    Select,
-    Shapes,
-    Source,
-    StorageOption,
-    is_first,
-    json_value,
-    parse_storage_options,
-    reading_options,
-)
+from ckpt_tools.cli.options import READS, Exclude, Select, Shared, Source, shares
+from ckpt_tools.errors import IntegrityError
 
 
+@shares("storage_option", "shapes", "as_json")
 def inspect(
     src: Source,
     tree: Annotated[
@@ -32,23 +20,22 @@ def inspect(
     ranks: Annotated[
         bool, typer.Option("--ranks", help="Show which file, and so which rank, holds which chunk.")
     ] = False,
-    storage_option: StorageOption = None,
-    shapes: Shapes = None,
-    as_json: Json = False,
+    *,
+    shared: Shared,
 ) -> None:
     """Show format, world size, tensors, bytes and objects of a checkpoint. Reads only metadata."""
     from ckpt_tools.cli import render
     from ckpt_tools.operations.inspect import inspect as operation
 
-    report = operation(src, parse_storage_options(storage_option), shapes)
-    if as_json:
+    report = operation(src, shared.storage_options, shared.shapes)
+    if shared.as_json:
         print(json.dumps(render.report_as_json(report)))
     else:
         render.show_report(report, tree=tree, ranks=ranks)
 
 
+@shares(*READS)
 def verify(
-    context: typer.Context,
     src: Source,
     quick: Annotated[
         bool,
@@ -73,16 +60,12 @@ def verify(
             "--require-manifest", help="Fail with exit status 14 if there is no manifest."
         ),
     ] = False,
-    storage_option: StorageOption = None,
-    shapes: Shapes = None,
-    jobs: Jobs = None,
-    memory: Memory = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    *,
+    shared: Shared,
 ) -> None:
     """Find out whether a checkpoint is whole, and what is damaged.
 
-    Exit status 1 if it is not whole.
+    Exit status 14 if it is not whole.
 
     With a manifest, it checks size and checksum of every file. Without one, it checks the
     structure, and the CRC-32 of every record in `.distcp` files, which torch writes but never
@@ -97,18 +80,15 @@ def verify(
         quick=quick,
         deep=deep,
         require_manifest=require_manifest,
-        **reading_options(context.obj, jobs, memory, quiet or as_json, storage_option, shapes),
+        **shared.reading,
     )
-    if as_json and is_first(context.obj):
-        print(json.dumps(json_value(result)))
-    elif not quiet and is_first(context.obj):
-        verdicts.show_verdict(result, quick)
+    shared.show(lambda: verdicts.show_verdict(result, quick), result)
     if result.problems:
-        raise SystemExit(1)
+        raise SystemExit(IntegrityError.exit_code)
 
 
+@shares(*READS)
 def diff(
-    context: typer.Context,
     a: Annotated[
         str, typer.Argument(metavar="A", help="A checkpoint: a path or a URL.", show_default=False)
     ],
@@ -140,12 +120,8 @@ def diff(
             "--read-all", help="Compare bytes even if both manifests have the same fingerprint."
         ),
     ] = False,
-    storage_option: StorageOption = None,
-    shapes: Shapes = None,
-    jobs: Jobs = None,
-    memory: Memory = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    *,
+    shared: Shared,
 ) -> None:
     """Compare names, shapes, types and values of two checkpoints. Exit status 0 if equal, 1 if not.
 
@@ -157,7 +133,6 @@ def diff(
     from ckpt_tools.cli import findings as verdicts
     from ckpt_tools.operations.diff import diff as operation
 
-    options = reading_options(context.obj, jobs, memory, quiet or as_json, storage_option, shapes)
     result = operation(
         a,
         b,
@@ -166,24 +141,15 @@ def diff(
         atol=atol,
         rtol=rtol,
         read_all=read_all,
-        **options,
+        **shared.reading,
     )
-    if as_json and is_first(context.obj):
-        print(json.dumps(json_value(result) | {"is_same": result.is_same}))
-    elif not quiet and is_first(context.obj):
-        verdicts.show_diff(result)
+    shared.show(lambda: verdicts.show_diff(result), result, is_same=result.is_same)
     if not result.is_same:
         raise SystemExit(1)
 
 
-def seal(
-    src: Source,
-    storage_option: StorageOption = None,
-    jobs: Jobs = None,
-    memory: Memory = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
-) -> None:
+@shares("storage_option", "jobs", "memory", "quiet", "as_json")
+def seal(src: Source, *, shared: Shared) -> None:
     """Add a manifest to a checkpoint that has none, if its own checksums are right.
 
     It writes nothing else.
@@ -191,8 +157,5 @@ def seal(
     from ckpt_tools.cli import findings as verdicts
     from ckpt_tools.operations.seal import seal as operation
 
-    result = operation(src, **reading_options(None, jobs, memory, quiet or as_json, storage_option))
-    if as_json:
-        print(json.dumps(json_value(result)))
-    elif not quiet:
-        verdicts.show_seal(result)
+    result = operation(src, **shared.reading)
+    shared.show(lambda: verdicts.show_seal(result), result)

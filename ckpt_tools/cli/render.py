@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.inspect import Report, Total
     from ckpt_tools.operations.run_bytes import StepBytes
     from ckpt_tools.operations.thin import ThinResult
-    from ckpt_tools.publish.run_root import Leftover
-    from ckpt_tools.publish.steps import Step
+    from ckpt_tools.publish.base import Leftover
+    from ckpt_tools.run.step import Step
     from ckpt_tools.transfer.result import TransferResult
 
 _MAX_ROWS = 40

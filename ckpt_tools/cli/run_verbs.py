@@ -9,20 +9,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt_tools.cli.options import (
-    Json,
-    Quiet,
-    Root,
-    StorageOption,
-    parse_period,
-    parse_storage_options,
-)
+from ckpt_tools.cli.options import Root, Shared, parse_period, shares
 from ckpt_tools.cli.process import fail
-from ckpt_tools.errors import NotACheckpointError, StorageError, printable, redacted
+from ckpt_tools.errors import (
+    IntegrityError,
+    NotACheckpointError,
+    StorageError,
+    printable,
+    redacted,
+)
 
 if TYPE_CHECKING:
-    from ckpt_tools.publish.steps import Step
+    from ckpt_tools.run.step import Step
 
+DryRunOfPrune = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Print what would be removed, and remove nothing.",
+        rich_help_panel="Output",
+    ),
+]
 Metric = Annotated[
     str | None,
     typer.Option(
@@ -34,6 +41,18 @@ Metric = Annotated[
 ]
 HigherIsBetter = Annotated[
     bool, typer.Option("--higher-is-better", help="A larger value of the metric is better.")
+]
+
+
+Price = Annotated[
+    float | None,
+    typer.Option(
+        "--price",
+        min=0.0,
+        metavar="X",
+        help="Price of a GB for a month, such as 0.023: show what the freed bytes cost.",
+        show_default=False,
+    ),
 ]
 
 
@@ -49,6 +68,7 @@ def fail_if_unreadable(steps: Iterable[Step]) -> None:
         )
 
 
+@shares("storage_option", "as_json")
 def list_(
     root: Root,
     metrics: Annotated[
@@ -58,32 +78,87 @@ def list_(
         bool,
         typer.Option("--timing", help="Show the seconds that each phase of the save has taken."),
     ] = False,
-    storage_option: StorageOption = None,
-    as_json: Json = False,
+    nbytes: Annotated[
+        bool,
+        typer.Option(
+            "--bytes",
+            help="Show where the bytes are: models, optimizers, the rest, and what could go.",
+        ),
+    ] = False,
+    price: Price = None,
+    *,
+    shared: Shared,
 ) -> None:
-    """List the steps of a run with size, time, world size and state.
+    """List the steps of a run with size, time, world size and state, or with their bytes.
 
-    A step whose save found NaN or infinity is marked. Entries that are not steps come last.
+    A step whose save found NaN or infinity is marked. Entries that are not steps come last. With
+    --bytes, no values are read either; what could go is what `ckpt thin --keep-full 1` would free.
     """
     from ckpt_tools.cli import render
-    from ckpt_tools.publish.destinations import open_root
-    from ckpt_tools.publish.steps import list_all
 
-    where = open_root(root, parse_storage_options(storage_option))
-    steps, others = list_all(where)
+    if nbytes:
+        if metrics or timing:
+            raise typer.BadParameter("--bytes has a table of its own: leave the other out")
+        _show_bytes(root, price, shared)
+        return
+    if price is not None:
+        raise typer.BadParameter("--price needs --bytes")
+    from ckpt_tools.run.roots import open_root
+    from ckpt_tools.run.steps import RunListing, runs_below
+
+    where = open_root(root, shared.storage_options)
+    found = RunListing(where)
+    steps, others = found.all_steps, found.others
     if not steps and not where.exists():
         raise NotACheckpointError(f"not a directory: {printable(root)}")
-    if as_json:
+    if shared.as_json:
         print(json.dumps([render.step_as_json(s) for s in steps]))
     else:
         render.show_steps(steps, metrics, timing)
+        if not steps and (runs := runs_below(root)):
+            print(f"runs lie below: {printable(', '.join(runs))}")
     if others:
-        print(f"not steps: {render.some_names(others)}", file=sys.stderr if as_json else sys.stdout)
+        print(
+            f"not steps: {render.some_names(others)}",
+            file=sys.stderr if shared.as_json else sys.stdout,
+        )
     fail_if_unreadable(steps)
 
 
+def _show_bytes(root: str, price: float | None, shared: Shared) -> None:
+    from ckpt_tools.cli import render
+    from ckpt_tools.operations.run_bytes import du
+
+    found = du(root, storage_options=shared.storage_options)
+    if shared.as_json:
+        names = ("model", "optimizer", "other", "reclaimable", "why", "kinds")
+        print(
+            json.dumps(
+                [
+                    {"step": one.step.number, "path": str(one.step.path), "nbytes": one.step.nbytes}
+                    | {name: getattr(one, name) for name in names}
+                    for one in found
+                ]
+            )
+        )
+    else:
+        render.show_bytes(found, price)
+    fail_if_unreadable(one.step for one in found)
+
+
+@shares("storage_option", "as_json")
 def latest(
     root: Root,
+    best: Annotated[
+        str | None,
+        typer.Option(
+            "--best",
+            metavar="METRIC",
+            help="The best step by a metric of save(metrics=…) instead of the newest.",
+            show_default=False,
+        ),
+    ] = None,
+    higher_is_better: HigherIsBetter = False,
     verify: Annotated[
         bool,
         typer.Option("--verify", help="Read every byte, and skip steps with wrong checksums."),
@@ -94,19 +169,37 @@ def latest(
             "--allow-not-finite", help="Do not skip a step whose save found NaN or infinity."
         ),
     ] = False,
-    storage_option: StorageOption = None,
+    *,
+    shared: Shared,
 ) -> None:
-    """Print the path of the newest complete step, from which a job would resume.
+    """Print the path of the newest complete step, from which a job would resume, or of the best.
 
-    Skipped newer steps are listed on stderr with the reason. Exit status 10 if there is no such
-    step.
+    Skipped newer steps are listed on stderr with the reason. With --best, steps without a finite
+    value of the metric, and steps that are not finite themselves, do not count; they are listed,
+    too. Exit status 10 if there is no such step.
     """
-    from ckpt_tools.publish.destinations import open_root
-    from ckpt_tools.publish.steps import find_latest as find
+    from ckpt_tools.cli import render
+
+    if best is None and higher_is_better:
+        raise typer.BadParameter("--higher-is-better needs --best")
+    if best is not None and (verify or allow_not_finite):
+        raise typer.BadParameter("--verify and --allow-not-finite are for the newest step")
+    step = (
+        _newest(root, verify, allow_not_finite, shared)
+        if best is None
+        else _best(root, best, higher_is_better, shared)
+    )
+    print(json.dumps(render.step_as_json(step)) if shared.as_json else redacted(str(step.path)))
+
+
+def _newest(root: str, verify: bool, allow_not_finite: bool, shared: Shared) -> Step:
+    from ckpt_tools.run.roots import open_root
+    from ckpt_tools.run.steps import find_latest as find
+    from ckpt_tools.run.steps import no_steps
 
     found = find(
-        open_root(root, parse_storage_options(storage_option)),
-        verify,
+        open_root(root, shared.storage_options),
+        verify=verify,
         allow_not_finite=allow_not_finite,
     )
     for path, reason in found.passed_over:
@@ -115,10 +208,37 @@ def latest(
         kind = (
             "complete step that a job could resume from" if found.passed_over else "complete step"
         )
-        raise NotACheckpointError(f"no {kind} in {printable(root)}")
-    print(redacted(str(found.step.path)))
+        hint = None if found.passed_over else no_steps(root).hint
+        raise NotACheckpointError(f"no {kind} in {printable(root)}", hint=hint)
+    return found.step
 
 
+def _best(root: str, metric: str, higher_is_better: bool, shared: Shared) -> Step:
+    from ckpt_tools.run.retention import metric_of, ranked, refuse_unknown_metric
+    from ckpt_tools.run.roots import open_root
+    from ckpt_tools.run.step import refuse_unreadable
+
+    where = open_root(root, shared.storage_options)
+    known = refuse_unknown_metric(where, metric)
+    refuse_unreadable(known, "which step is the best")
+    steps = [step for step in known if not step.problem]
+    found = ranked(steps, metric, higher_is_better)
+    without = [printable(step.name) for step in steps if step not in found]
+    if without:
+        print(
+            f"not finite, or without a finite {printable(metric)}: {', '.join(without)}",
+            file=sys.stderr,
+        )
+    if not found:
+        raise NotACheckpointError(
+            f"no complete step has a value of {printable(metric)} ({printable(root)})"
+        )
+    if not shared.as_json:
+        print(f"{printable(metric)} = {metric_of(found[0], metric):g}", file=sys.stderr)
+    return found[0]
+
+
+@shares("dry_run", "storage_option", "quiet", "as_json", dry_run=DryRunOfPrune)
 def prune(
     root: Root,
     keep_last: Annotated[
@@ -171,17 +291,14 @@ def prune(
     ] = None,
     metric: Metric = None,
     higher_is_better: HigherIsBetter = False,
-    grace_hours: Annotated[
-        float,
+    grace: Annotated[
+        str,
         typer.Option(
-            "--grace-hours",
-            min=0.0,
-            help=(
-                "In an object store: remove unfinished work without activity for this number of"
-                " hours."
-            ),
+            "--grace",
+            metavar="TIME",
+            help="In an object store: unfinished work without activity for so long is removed.",
         ),
-    ] = 24.0,
+    ] = "24h",
     verify: Annotated[
         bool | None,
         typer.Option(
@@ -193,12 +310,8 @@ def prune(
             show_default=False,
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")
-    ] = False,
-    storage_option: StorageOption = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    *,
+    shared: Shared,
 ) -> None:
     """Remove old steps of a run, and unfinished work of dead jobs.
 
@@ -211,8 +324,8 @@ def prune(
     """
     from ckpt_tools.cli import render
     from ckpt_tools.loop.steps.retention import prune_steps as operation
-    from ckpt_tools.publish.destinations import open_root
-    from ckpt_tools.publish.retention_rules import Retention, refuse_unknown_metric
+    from ckpt_tools.run.retention import Retention, refuse_unknown_metric
+    from ckpt_tools.run.roots import open_root
 
     if (keep_best is None) != (metric is None) or (higher_is_better and metric is None):
         raise typer.BadParameter("--keep-best and --metric need each other")
@@ -225,68 +338,22 @@ def prune(
         metric=metric,
         higher_is_better=higher_is_better,
     )
-    where = open_root(root, parse_storage_options(storage_option))
+    grace_s = parse_period(grace, may_be_zero=True) or 0.0
+    where = open_root(root, shared.storage_options)
     if metric is not None:
         refuse_unknown_metric(where, metric)
     try:
-        result = operation(where, rules, dry_run=dry_run, reads=verify)
-        leftovers = where.remove_leftovers(grace_hours * 3600, dry_run)
+        result = operation(where, rules, dry_run=shared.dry_run, reads=verify)
+        leftovers = where.remove_leftovers(grace_s, shared.dry_run)
     except KeyboardInterrupt as stop:
         stop.args = ("some steps may be removed already: ckpt ls shows the others",)
         raise
-    if as_json:
-        print(json.dumps(render.pruned_as_json(result, leftovers, dry_run)))
-    elif not quiet:
-        render.show_pruned(result, leftovers, dry_run)
+    if shared.as_json:
+        print(json.dumps(render.pruned_as_json(result, leftovers, shared.dry_run)))
+    elif not shared.quiet:
+        render.show_pruned(result, leftovers, shared.dry_run)
     if result.failed or result.unreadable or any(left.problem for left in leftovers):
         raise typer.Exit(StorageError.exit_code)
-
-
-def best(
-    root: Root,
-    metric: Annotated[
-        str,
-        typer.Option(
-            "--metric",
-            metavar="NAME",
-            help="The metric that the steps were saved with.",
-            show_default=False,
-        ),
-    ],
-    higher_is_better: HigherIsBetter = False,
-    storage_option: StorageOption = None,
-    as_json: Json = False,
-) -> None:
-    """Print the path of the best complete step by a metric of `save(…, metrics=…)`.
-
-    Steps without a finite value of it, and steps that are not finite themselves, do not count. They
-    are listed on stderr. Exit status 10 if no step is left.
-    """
-    from ckpt_tools.cli import render
-    from ckpt_tools.publish.destinations import open_root
-    from ckpt_tools.publish.retention_rules import metric_of, ranked, refuse_unknown_metric
-    from ckpt_tools.publish.steps import refuse_unreadable
-
-    where = open_root(root, parse_storage_options(storage_option))
-    known = refuse_unknown_metric(where, metric)
-    refuse_unreadable(known, "which step is the best")
-    steps = [step for step in known if not step.problem]
-    found = ranked(steps, metric, higher_is_better)
-    without = [printable(step.name) for step in steps if step not in found]
-    if without:
-        print(
-            f"not finite, or without a finite {printable(metric)}: {', '.join(without)}",
-            file=sys.stderr,
-        )
-    if not found:
-        raise NotACheckpointError(
-            f"no complete step has a value of {printable(metric)} ({printable(root)})"
-        )
-    if as_json:
-        print(json.dumps(render.step_as_json(found[0])))
-    else:
-        print(f"{found[0].path}")
-        print(f"{printable(metric)} = {metric_of(found[0], metric):g}", file=sys.stderr)
 
 
 def _on_unmeasured(steps: Iterable[Step]) -> str:
@@ -299,6 +366,7 @@ def _on_unmeasured(steps: Iterable[Step]) -> str:
     return f"; {count(number, 'step')} without statistics: NaN in them would not be seen"
 
 
+@shares("storage_option", "as_json")
 def check(
     root: Root,
     verify: Annotated[
@@ -321,6 +389,7 @@ def check(
             min=2,
             metavar="N",
             help="A trained tensor that is the same in the newest N steps is a problem.",
+            rich_help_panel="More",
         ),
     ] = 3,
     jump: Annotated[
@@ -330,16 +399,18 @@ def check(
             min=1.0,
             metavar="X",
             help="An update of a weight X times larger than those before is a problem.",
+            rich_help_panel="More",
         ),
     ] = 10.0,
-    storage_option: StorageOption = None,
-    as_json: Json = False,
+    *,
+    shared: Shared,
 ) -> None:
     """Check the steps of a run, for CI and cron: exit status 1, and one line for each problem.
 
     Problems are steps that are incomplete, without a manifest, damaged, missing or not finite,
     trained tensors that do not change, and unusual updates. Values are known of steps that were
-    saved with statistics. Only --verify reads the data. Exit status 15 if a step cannot be read.
+    saved with statistics. Only --verify reads the data. Exit status 14 if a step is damaged, 15
+    if one cannot be read.
     """
     from ckpt_tools.operations.check_run import check_steps as operation
 
@@ -349,20 +420,23 @@ def check(
         every=every,
         unchanged_steps=unchanged,
         jump=jump,
-        storage_options=parse_storage_options(storage_option),
+        storage_options=shared.storage_options,
     )
-    if as_json:
+    if shared.as_json:
         print(json.dumps([problem._asdict() for problem in problems]))
-    for problem in problems if not as_json else ():
+    for problem in problems if not shared.as_json else ():
         print(problem)
     if any(problem.kind == "unreadable" for problem in problems):
         raise typer.Exit(StorageError.exit_code)
+    if any(problem.kind == "damaged" for problem in problems):
+        raise typer.Exit(IntegrityError.exit_code)
     if problems:
         raise typer.Exit(1)
-    if not as_json:
+    if not shared.as_json:
         print(f"{printable(root)}: no problems{_on_unmeasured(steps)}")
 
 
+@shares("storage_option", "quiet")
 def pin(
     step: Annotated[
         str,
@@ -371,8 +445,8 @@ def pin(
         ),
     ],
     remove: Annotated[bool, typer.Option("--remove", help="Remove the pin.")] = False,
-    storage_option: StorageOption = None,
-    quiet: Quiet = False,
+    *,
+    shared: Shared,
 ) -> None:
     """Keep a step for good, with a file ckpt.pin in it.
 
@@ -380,8 +454,8 @@ def pin(
     """
     from ckpt_tools.loop.steps.retention import pin_step as operation
 
-    is_new = operation(step, parse_storage_options(storage_option), remove)
-    if not quiet:
+    is_new = operation(step, shared.storage_options, remove)
+    if not shared.quiet:
         state = "no longer pinned" if remove else "pinned"
         print(
             f"{printable(step)} is {state}"

@@ -37,8 +37,9 @@ def show_stats(result: StatsResult, each: bool) -> None:
     for note in result.notes:
         print(f"  note: {printable(note)}")
     for fqn in result.not_finite[:_MANY]:
-        found = result.tensors[fqn]
-        print(f"  {printable(fqn)}: {found.num_nan:,} NaN, {found.num_inf:,} infinite")
+        found = result.tensors.get(fqn)
+        nans, infs = (found.num_nan, found.num_inf) if found else result.broken_parts[fqn]
+        print(f"  {printable(fqn)}: {nans:,} NaN, {infs:,} infinite")
     verdict = (
         style(f"not finite: {count(len(result.not_finite), 'tensor')}", RED)
         if result.not_finite

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
 from ckpt_tools.cli.options import (
-    DryRun,
+    OUTPUT,
+    READS,
+    SOURCE,
     Exclude,
     HfShardSize,
-    Jobs,
-    Json,
     KeepDtype,
-    Memory,
-    Overwrite,
-    Quiet,
     Select,
-    Shapes,
+    Shared,
     Source,
-    StorageOption,
-    check_dtype,
-    is_first,
-    json_value,
-    make_options,
+    dtype_option,
     parse_numbers,
-    reading_options,
     report_transfer,
+    shares,
 )
 
+MeanDtype = Annotated[
+    str | None, dtype_option("Round the sums to this type; default: that of the last checkpoint.")
+]
 
+
+@shares(*READS)
 def stats(
-    context: typer.Context,
     src: Source,
     select: Select = None,
     exclude: Exclude = None,
@@ -44,7 +40,12 @@ def stats(
         ),
     ] = False,
     each: Annotated[
-        bool, typer.Option("--each", help="One line for each tensor, also for equal layers.")
+        bool,
+        typer.Option(
+            "--each",
+            help="One line for each tensor, also for equal layers.",
+            rich_help_panel="More",
+        ),
     ] = False,
     read_all: Annotated[
         bool,
@@ -52,12 +53,8 @@ def stats(
             "--read-all", help="Read the values even if the manifest has their statistics."
         ),
     ] = False,
-    storage_option: StorageOption = None,
-    shapes: Shapes = None,
-    jobs: Jobs = None,
-    memory: Memory = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    *,
+    shared: Shared,
 ) -> None:
     """Measure the values of a checkpoint: magnitudes, zeros, NaN and infinity.
 
@@ -73,18 +70,15 @@ def stats(
         exclude=exclude or (),
         histogram=histogram,
         read_all=read_all,
-        **reading_options(context.obj, jobs, memory, quiet or as_json, storage_option, shapes),
+        **shared.reading,
     )
-    if as_json and is_first(context.obj):
-        print(json.dumps(json_value(result)))
-    elif not quiet and is_first(context.obj):
-        statistics.show_stats(result, each)
+    shared.show(lambda: statistics.show_stats(result, each), result)
     if result.not_finite:
         raise SystemExit(1)
 
 
+@shares("group", *SOURCE, "overwrite", "dry_run", *OUTPUT)
 def average(
-    context: typer.Context,
     paths: Annotated[
         list[str],
         typer.Argument(
@@ -144,16 +138,16 @@ def average(
             show_default=False,
         ),
     ] = None,
-    base: Annotated[
+    pretrained: Annotated[
         str | None,
         typer.Option(
-            "--base",
+            "--pretrained",
             metavar="B",
             help="A checkpoint B: the result is B + scale * sum of w * (M - B).",
             show_default=False,
         ),
     ] = None,
-    scale: Annotated[float, typer.Option("--scale", help="See --base.")] = 1.0,
+    scale: Annotated[float, typer.Option("--scale", help="See --pretrained.")] = 1.0,
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -161,38 +155,25 @@ def average(
             min=1,
             help="For dcp, accelerate and per-rank: ranks to split for; default: those of SRC.",
             show_default=False,
+            rich_help_panel="More",
         ),
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--dtype",
-            metavar="bf16|fp16|fp32|fp64",
-            help="Round the sums to this type; default: that of the last checkpoint.",
-            show_default=False,
-        ),
-    ] = None,
+    dtype: MeanDtype = None,
     keep_dtype: KeepDtype = None,
     select: Select = None,
     exclude: Exclude = None,
-    config_from: Annotated[
+    base: Annotated[
         str | None,
         typer.Option(
-            "--config-from",
+            "--base",
             metavar="DIR",
             help="For hf: directory of the model's config, tokenizer and code, which are copied.",
             show_default=False,
         ),
     ] = None,
     max_shard_size: HfShardSize = None,
-    storage_option: StorageOption = None,
-    shapes: Shapes = None,
-    jobs: Jobs = None,
-    memory: Memory = None,
-    overwrite: Overwrite = False,
-    dry_run: DryRun = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    *,
+    shared: Shared,
 ) -> None:
     """Write a weighted mean of the models of several checkpoints.
 
@@ -203,9 +184,12 @@ def average(
     """
     from ckpt_tools.operations.average import average as operation
 
-    check_dtype(dtype)
     if len(paths) < 2:
         raise typer.BadParameter("expected checkpoints and what to write", param_hint="SRC... DST")
+    if scale != 1.0 and pretrained is None:
+        raise typer.BadParameter(
+            "--scale needs --pretrained, which was --base until 0.1", param_hint="--scale"
+        )
     *sources, dst = paths
     result = operation(
         sources,
@@ -215,24 +199,15 @@ def average(
         steps=steps,
         weights=parse_numbers(weights),
         schedule=schedule,
-        base_model=base,
+        base_model=pretrained,
         scale=scale,
         ranks=ranks,
         dtype=dtype,
         keep_dtype=keep_dtype or (),
         select=select or (),
         exclude=exclude or (),
-        base=config_from,
+        base=base,
         max_shard_bytes=max_shard_size,
-        **make_options(
-            context.obj,
-            jobs,
-            memory,
-            overwrite,
-            dry_run,
-            quiet or as_json,
-            storage_option,
-            shapes=shapes,
-        ),
+        **shared.writing,
     )
-    report_transfer(context.obj, result, quiet, as_json)
+    report_transfer(shared, result)

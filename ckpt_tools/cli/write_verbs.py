@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -10,33 +9,36 @@ from typing import Annotated
 import typer
 
 from ckpt_tools.cli.options import (
-    DryRun,
+    OUTPUT,
+    SOURCE,
+    WRITES,
     Exclude,
     HfShardSize,
-    Jobs,
-    Json,
     KeepDtype,
-    Memory,
-    Overwrite,
-    Quiet,
-    Resume,
     Select,
-    Shapes,
+    Shared,
     Source,
-    StorageOption,
-    check_dtype,
-    is_first,
-    json_value,
-    make_options,
+    dtype_option,
     parse_counts,
     parse_size,
     parse_storage_options,
     report_transfer,
+    shares,
 )
+from ckpt_tools.errors import IntegrityError
+from ckpt_tools.ranks.base import MAX_RANKS
+
+Dtype = Annotated[
+    str | None, dtype_option("Cast floating-point tensors. Nothing is cast unless asked.")
+]
+ModelDtype = Annotated[
+    str | None,
+    dtype_option("Cast the model's floating-point tensors. Nothing is cast unless asked."),
+]
 
 
+@shares(*WRITES)
 def merge(
-    context: typer.Context,
     src: Source,
     dst: Annotated[
         str,
@@ -48,15 +50,7 @@ def merge(
     ],
     select: Select = None,
     exclude: Exclude = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--dtype",
-            metavar="bf16|fp16|fp32|fp64",
-            help="Cast floating-point tensors. Nothing is cast unless asked.",
-            show_default=False,
-        ),
-    ] = None,
+    dtype: Dtype = None,
     keep_dtype: KeepDtype = None,
     max_shard_size: Annotated[
         int | None,
@@ -71,7 +65,9 @@ def merge(
     keep_prefix: Annotated[
         bool,
         typer.Option(
-            "--keep-prefix", help="Keep names as stored: `model.`, `_orig_mod.`, `module.`, …."
+            "--keep-prefix",
+            help="Keep names as stored: `model.`, `_orig_mod.`, `module.`, ….",
+            rich_help_panel="More",
         ),
     ] = False,
     model_key: Annotated[
@@ -81,6 +77,7 @@ def merge(
             metavar="KEY",
             help="The key below which the model lies, such as `ema.model`; found if absent.",
             show_default=False,
+            rich_help_panel="More",
         ),
     ] = None,
     lora: Annotated[
@@ -92,15 +89,8 @@ def merge(
             show_default=False,
         ),
     ] = None,
-    storage_option: StorageOption = None,
-    shapes: Shapes = None,
-    jobs: Jobs = None,
-    memory: Memory = None,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    dry_run: DryRun = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    *,
+    shared: Shared,
 ) -> None:
     """Join the shards of a model into one safetensors file, ready for inference.
 
@@ -111,19 +101,7 @@ def merge(
     """
     from ckpt_tools.operations.merge_reshard import merge as operation
 
-    check_dtype(dtype)
-    options = make_options(
-        context.obj,
-        jobs,
-        memory,
-        overwrite,
-        dry_run,
-        quiet or as_json,
-        storage_option,
-        resume,
-        shapes,
-    )
-    with _kept(resume):
+    with _kept(shared.resume):
         result = operation(
             src,
             dst,
@@ -135,13 +113,13 @@ def merge(
             keep_prefix=keep_prefix,
             lora=lora,
             model_key=model_key,
-            **options,
+            **shared.writing,
         )
-    report_transfer(context.obj, result, quiet, as_json)
+    report_transfer(shared, result)
 
 
+@shares(*WRITES)
 def reshard(
-    context: typer.Context,
     src: Source,
     dst: Annotated[
         str, typer.Argument(metavar="DST", help="The directory to write.", show_default=False)
@@ -150,8 +128,9 @@ def reshard(
         int,
         typer.Option(
             "--to",
+            "--ranks",
             min=1,
-            max=1_000_000,
+            max=MAX_RANKS,
             metavar="N",
             help="Number of ranks to split for.",
             show_default=False,
@@ -167,15 +146,8 @@ def reshard(
             show_default=False,
         ),
     ] = None,
-    storage_option: StorageOption = None,
-    shapes: Shapes = None,
-    jobs: Jobs = None,
-    memory: Memory = None,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    dry_run: DryRun = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    *,
+    shared: Shared,
 ) -> None:
     """Rewrite a checkpoint as DCP, with the chunks that a job of N ranks would save.
 
@@ -191,24 +163,13 @@ def reshard(
     """
     from ckpt_tools.operations.merge_reshard import reshard as operation
 
-    options = make_options(
-        context.obj,
-        jobs,
-        memory,
-        overwrite,
-        dry_run,
-        quiet or as_json,
-        storage_option,
-        resume,
-        shapes,
-    )
-    with _kept(resume):
-        result = operation(src, dst, to_ranks=to_ranks, from_ranks=from_ranks, **options)
-    report_transfer(context.obj, result, quiet, as_json)
+    with _kept(shared.resume):
+        result = operation(src, dst, to_ranks=to_ranks, from_ranks=from_ranks, **shared.writing)
+    report_transfer(shared, result)
 
 
+@shares(*WRITES)
 def convert(
-    context: typer.Context,
     src: Source,
     dst: Annotated[
         str,
@@ -235,21 +196,13 @@ def convert(
         typer.Option(
             "--ranks",
             min=1,
-            max=1_000_000,
+            max=MAX_RANKS,
             metavar="N",
             help="For dcp, accelerate and per-rank: ranks to split for; default: as SRC, or 1.",
             show_default=False,
         ),
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--dtype",
-            metavar="bf16|fp16|fp32|fp64",
-            help="Cast the model's floating-point tensors. Nothing is cast unless asked.",
-            show_default=False,
-        ),
-    ] = None,
+    dtype: ModelDtype = None,
     keep_dtype: KeepDtype = None,
     select: Annotated[
         list[str] | None,
@@ -258,6 +211,7 @@ def convert(
             metavar="GLOB",
             help="Only entries whose name in DST matches; repeatable.",
             show_default=False,
+            rich_help_panel="Select",
         ),
     ] = None,
     exclude: Annotated[
@@ -267,6 +221,7 @@ def convert(
             metavar="GLOB",
             help="Leave out entries whose name in DST matches; repeatable.",
             show_default=False,
+            rich_help_panel="Select",
         ),
     ] = None,
     rename: Annotated[
@@ -276,6 +231,7 @@ def convert(
             metavar="REGEX=NEW",
             help="Rename parameters in the model and in optimizers; repeatable, applied in order.",
             show_default=False,
+            rich_help_panel="More",
         ),
     ] = None,
     key_map: Annotated[
@@ -297,8 +253,20 @@ def convert(
             metavar="NAME=N",
             help="A number that the key map needs, such as heads=32; repeatable.",
             show_default=False,
+            rich_help_panel="More",
         ),
     ] = None,
+    partial: Annotated[
+        bool,
+        typer.Option(
+            "--partial",
+            help=(
+                "SRC has only a part of the model, or more: names that the map or the config's"
+                " model lacks are kept, and told."
+            ),
+            rich_help_panel="More",
+        ),
+    ] = False,
     param_order: Annotated[
         str | None,
         typer.Option(
@@ -309,6 +277,7 @@ def convert(
                 " JSON list. Or `model`: each group has the model's order."
             ),
             show_default=False,
+            rich_help_panel="More",
         ),
     ] = None,
     optimizer: Annotated[
@@ -321,13 +290,17 @@ def convert(
                 " (torchtitan), or by number."
             ),
             show_default=False,
+            rich_help_panel="More",
         ),
     ] = None,
     model_only: Annotated[
         bool, typer.Option("--model-only", help="Leave out everything but the model.")
     ] = False,
     keep_prefix: Annotated[
-        bool, typer.Option("--keep-prefix", help="Keep wrappers' prefixes in names.")
+        bool,
+        typer.Option(
+            "--keep-prefix", help="Keep wrappers' prefixes in names.", rich_help_panel="More"
+        ),
     ] = False,
     base: Annotated[
         str | None,
@@ -348,6 +321,7 @@ def convert(
             metavar="DEVICE:AXIS",
             help="For per-rank: mesh of the loading job; default: that of SRC, or cuda:fsdp.",
             show_default=False,
+            rich_help_panel="More",
         ),
     ] = None,
     max_shard_size: HfShardSize = None,
@@ -358,15 +332,8 @@ def convert(
             help="For hf: load the result with transformers in a separate process, and compare.",
         ),
     ] = False,
-    storage_option: StorageOption = None,
-    shapes: Shapes = None,
-    jobs: Jobs = None,
-    memory: Memory = None,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    dry_run: DryRun = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    *,
+    shared: Shared,
 ) -> None:
     """Write a checkpoint of any readable format in another layout.
 
@@ -380,19 +347,7 @@ def convert(
     """
     from ckpt_tools.operations.convert.convert import convert as operation
 
-    check_dtype(dtype)
-    options = make_options(
-        context.obj,
-        jobs,
-        memory,
-        overwrite,
-        dry_run,
-        quiet or as_json,
-        storage_option,
-        resume,
-        shapes,
-    )
-    with _kept(resume):
+    with _kept(shared.resume):
         result = operation(
             src,
             dst,
@@ -404,6 +359,7 @@ def convert(
             exclude=exclude or (),
             rename=rename or (),
             key_map=key_map,
+            partial=partial,
             settings=parse_counts(settings),
             param_order=param_order,
             optimizer=optimizer,
@@ -413,11 +369,12 @@ def convert(
             mesh=mesh,
             max_shard_bytes=max_shard_size,
             check=check,
-            **options,
+            **shared.writing,
         )
-    report_transfer(context.obj, result, quiet, as_json)
+    report_transfer(shared, result)
 
 
+@shares(*SOURCE, "overwrite", "dry_run", *OUTPUT)
 def salvage(
     src: Source,
     dst: Annotated[
@@ -428,59 +385,42 @@ def salvage(
             show_default=False,
         ),
     ],
-    storage_option: StorageOption = None,
-    shapes: Shapes = None,
-    jobs: Jobs = None,
-    memory: Memory = None,
-    overwrite: Overwrite = False,
-    dry_run: DryRun = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    *,
+    shared: Shared,
 ) -> None:
     """Write the undamaged tensors and objects of a damaged checkpoint, and list the lost ones."""
     from ckpt_tools.cli import findings as verdicts
     from ckpt_tools.operations.salvage import salvage as operation
 
-    result = operation(
-        src,
-        dst,
-        **make_options(
-            None, jobs, memory, overwrite, dry_run, quiet or as_json, storage_option, shapes=shapes
-        ),
-    )
-    if as_json:
-        print(json.dumps(json_value(result)))
-    elif not quiet:
-        verdicts.show_salvage(result)
+    result = operation(src, dst, **shared.writing)
+    shared.show(lambda: verdicts.show_salvage(result), result)
+    if result.lost or result.problems:
+        raise SystemExit(IntegrityError.exit_code)
 
 
+@shares(
+    "group",
+    "storage_option",
+    "to_storage_option",
+    "shapes",
+    "jobs",
+    "memory",
+    "dry_run",
+    "quiet",
+    "as_json",
+)
 def copy_(
-    context: typer.Context,
     src: Source,
     dst: Annotated[
         str,
         typer.Argument(
             metavar="DST",
-            help="The directory or file to write: a path or a URL.",
+            help="The directory or file to write: a path or a URL; RUN/ keeps the name of SRC.",
             show_default=False,
         ),
     ],
-    storage_option: StorageOption = None,
-    to_storage_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--to-storage-option",
-            metavar="KEY=VALUE",
-            help="Options of DST's object store, if it is not SRC's; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    shapes: Shapes = None,
-    jobs: Jobs = None,
-    memory: Memory = None,
-    dry_run: DryRun = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    *,
+    shared: Shared,
 ) -> None:
     """Copy a checkpoint unchanged: upload, download, or from store to store.
 
@@ -491,22 +431,15 @@ def copy_(
     from ckpt_tools.cli import render
     from ckpt_tools.operations.copy import copy as operation
 
-    options = make_options(
-        context.obj, jobs, memory, False, dry_run, quiet or as_json, storage_option, shapes=shapes
-    )
+    given = shared.to_storage_option
     with _kept(True):
         result = operation(
             src,
             dst,
-            to_storage_options=(
-                parse_storage_options(to_storage_option) if to_storage_option else None
-            ),
-            **options,
+            to_storage_options=parse_storage_options(given) if given else None,
+            **shared.writing,
         )
-    if as_json and is_first(context.obj):
-        print(json.dumps(json_value(result)))
-    elif not quiet and is_first(context.obj):
-        render.show_copy(result)
+    shared.show(lambda: render.show_copy(result), result)
 
 
 @contextmanager

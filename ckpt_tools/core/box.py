@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -74,8 +73,8 @@ class Box(NamedTuple):
         return f"[{', '.join(f'{o}:{o + s}' for o, s in pairs)}]"
 
 
-class Copy(NamedTuple):
-    """One copy of a tensor: the elements of `box` go from source chunk `src` to target slot `dst`.
+class Overlap(NamedTuple):
+    """Elements that a source chunk and a target slot share: `box`, in the tensor's coordinates.
 
     `src` and `dst` are the numbers of the chunk and of the slot.
     """
@@ -85,21 +84,32 @@ class Copy(NamedTuple):
     box: Box
 
 
-class CopyTable(Sequence[Copy]):
-    """Copies stored as arrays, so that questions about all of them need no loop in Python."""
+class Overlaps(Sequence[Overlap]):
+    """The overlaps of one tensor. `chunk_table.OverlapTable` has them as arrays."""
+
+    __slots__ = ()
 
     @property
-    @abstractmethod
     def numel(self) -> int:
         """The number of elements in all boxes together."""
+        return sum(overlap.box.numel for overlap in self)
 
-    @abstractmethod
-    def sources(self) -> list[int]:
-        """Returns the numbers of the chunks that the copies read, in order."""
-
-    @abstractmethod
     def taken(self) -> dict[int, int]:
-        """Returns the number of elements that the copies read from each chunk, by chunk number."""
+        """Returns the number of elements that are read of each chunk, by chunk number."""
+        taken: dict[int, int] = {}
+        for overlap in self:
+            taken[overlap.src] = taken.get(overlap.src, 0) + overlap.box.numel
+        return taken
+
+    def sources(self) -> list[int]:
+        """Returns the numbers of the chunks that are read, in order."""
+        return sorted(self.taken())
+
+
+class OverlapList(tuple[Overlap, ...], Overlaps):
+    """Overlaps as objects."""
+
+    __slots__ = ()
 
 
 class BoxIndex:

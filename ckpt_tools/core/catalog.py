@@ -6,13 +6,12 @@ files are opened or how a format packs its items.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
-from ckpt_tools.core.box import Box, CopyTable, whole
+from ckpt_tools.core.box import Box, Overlaps, whole
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.errors import FormatError, printable
 
@@ -38,6 +37,10 @@ class Extent(NamedTuple):
     crc32: int | None = None
 
 
+# the payload of each packed extent, as `Format.locate` finds it; other extents are payloads
+Payloads = Mapping[Extent, Extent]
+
+
 class Chunk(NamedTuple):
     """A stored piece of a tensor: which elements, and where they lie."""
 
@@ -45,96 +48,123 @@ class Chunk(NamedTuple):
     extent: Extent
 
 
-class ChunkTable(Sequence[Chunk]):
-    """Chunks stored as arrays, so that questions about all of them need no loop in Python.
+class Chunks(Sequence[Chunk]):
+    """The chunks of one tensor, in any order, with replicas.
 
-    `chunk_table` implements it. `names` lists the files of the whole catalog, or of a part of it.
-    Several tensors share one such tuple.
+    The methods answer questions about all of them. The defaults ask chunk by chunk;
+    `chunk_table.ChunkTable` has arrays, so it answers for millions without a loop in Python.
     """
 
-    names: tuple[str, ...]
+    __slots__ = ()
 
-    @abstractmethod
-    def under(self, names: tuple[str, ...]) -> ChunkTable:
-        """Returns the same chunks with other file names, in the same order."""
+    def under(self, renamed: Callable[[tuple[str, ...]], tuple[str, ...]]) -> Chunks:
+        """Returns the same chunks with other file names, which a function returns for tuples."""
+        return ChunkList(
+            Chunk(box, extent._replace(file=renamed((extent.file,))[0])) for box, extent in self
+        )
 
-    @abstractmethod
     def kinds(self) -> list[Box]:
-        """Returns one example box per distinct size."""
+        """Returns boxes: at least one per distinct size."""
+        return [chunk.box for chunk in self]
 
-    @abstractmethod
     def nbytes_by_file(self, itemsize: int) -> Mapping[str, tuple[int, int]]:
         """Returns the number of chunks in each file, and the bytes of their elements."""
+        found: dict[str, tuple[int, int]] = {}
+        for box, extent in self:
+            count, nbytes = found.get(extent.file, (0, 0))
+            found[extent.file] = count + 1, nbytes + box.numel * itemsize
+        return found
 
-    @abstractmethod
     def file_names(self) -> set[str]:
         """Returns the files that hold a chunk."""
+        return {chunk.extent.file for chunk in self}
 
-    @abstractmethod
+    @property
+    def has_strides(self) -> bool:
+        """Tells whether elements of a chunk lie in another order than row-major."""
+        return any(chunk.extent.strides for chunk in self)
+
     def covers(self, shape: Sequence[int]) -> bool:
-        """Tells whether the chunks certainly hold every element of a tensor exactly once."""
+        """Tells whether the chunks certainly hold every element of a tensor exactly once.
 
-    @abstractmethod
-    def copies(self, targets: Sequence[Box]) -> CopyTable | None:
-        """Pairs every target box with the chunks that overlap it.
-
-        Returns None if the chunks are cut along several dims, or overlap.
+        If not, the caller has to look at each chunk.
         """
+        del shape
+        return False
 
-    @abstractmethod
     def fit(self, file_sizes: Mapping[str, int], itemsize: int) -> bool:
-        """Tells whether every extent lies in its file and is long enough for its elements."""
+        """Tells whether every extent certainly lies in its file, with room for its elements."""
+        del file_sizes, itemsize
+        return False
 
-    @abstractmethod
-    def are_apart(self, others: Sequence[ChunkTable], ranges: Iterable[Extent]) -> bool:
-        """Tells whether no two extents overlap, among `ranges` and `others`.
+    def overlaps(self, targets: Sequence[Box]) -> Overlaps | None:
+        """Pairs every target box with the chunks that overlap it; None if that needs a plan."""
+        del targets
+        return None
 
-        `others` includes this table.
-        """
+
+class ChunkList(tuple[Chunk, ...], Chunks):
+    """Chunks as objects."""
+
+    __slots__ = ()
+
+
+def one_chunk(box: Box, extent: Extent) -> ChunkList:
+    """Returns the chunks of a tensor that is stored in one piece."""
+    return ChunkList((Chunk(box, extent),))
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight that is several tensors: codes, and what turns them into numbers.
+
+    Attributes:
+        codes: the stored name of the codes.
+        scheme: how it is quantized, such as `bitsandbytes 4-bit`.
+        bits: per number; None if unknown.
+        parts: the stored names of all its tensors.
+    """
+
+    codes: str
+    scheme: str
+    bits: int | None
+    parts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor: global shape, element type, and its chunks (in any order, replicas included)."""
+    """One tensor.
+
+    Attributes:
+        fqn, shape, dtype: its name, its global shape and its element type.
+        chunks: in any order, with replicas.
+        stored: its name in the checkpoint, if that differs from `fqn`.
+        quantized: the quantized weight that it is a part of.
+    """
 
     fqn: str
     dtype: DType
     shape: tuple[int, ...]
-    chunks: Sequence[Chunk]
+    chunks: Chunks
+    stored: str = field(default="", compare=False)
+    quantized: QuantizedWeight | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.chunks, Chunks):  # a format of somebody else gives a plain tuple
+            object.__setattr__(self, "chunks", ChunkList(self.chunks))
+
+    def named(self, fqn: str) -> TensorEntry:
+        """Returns the tensor under another name. It keeps its stored name."""
+        return self if fqn == self.fqn else replace(self, fqn=fqn, stored=self.stored_name)
+
+    @property
+    def stored_name(self) -> str:
+        """Returns its name in the checkpoint."""
+        return self.stored or self.fqn
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor, stored once."""
         return whole(self.shape).numel * self.dtype.itemsize
-
-
-def kinds_of(entry: TensorEntry) -> list[Box]:
-    """Returns boxes of a tensor's chunks: at least one for each distinct size."""
-    return (
-        entry.chunks.kinds()
-        if isinstance(entry.chunks, ChunkTable)
-        else [c.box for c in entry.chunks]
-    )
-
-
-def nbytes_by_file(entry: TensorEntry) -> Mapping[str, tuple[int, int]]:
-    """Returns the number of a tensor's chunks in each file, and the bytes of their elements."""
-    if isinstance(entry.chunks, ChunkTable):
-        return entry.chunks.nbytes_by_file(entry.dtype.itemsize)
-    found: dict[str, tuple[int, int]] = {}
-    for box, extent in entry.chunks:
-        count, nbytes = found.get(extent.file, (0, 0))
-        found[extent.file] = count + 1, nbytes + box.numel * entry.dtype.itemsize
-    return found
-
-
-def files_of(entry: TensorEntry) -> set[str]:
-    """Returns the files that hold a chunk of a tensor."""
-    return (
-        entry.chunks.file_names()
-        if isinstance(entry.chunks, ChunkTable)
-        else {c.extent.file for c in entry.chunks}
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +181,10 @@ class BytesEntry:
     extent: Extent
     replicas: tuple[Extent, ...] = ()
     crc64: int | None = field(default=None, compare=False)
+
+    def named(self, fqn: str) -> BytesEntry:
+        """Returns the object under another name."""
+        return replace(self, fqn=fqn)
 
 
 @dataclass(frozen=True, slots=True)

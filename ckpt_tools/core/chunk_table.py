@@ -1,21 +1,21 @@
 """Chunks of a tensor as arrays, for checkpoints with millions of chunks; and proofs about them.
 
-An `ArrayChunkTable` is a sequence of `Chunk` like any other. It builds a `Chunk` when one is
+An `ChunkTable` is a sequence of `Chunk` like any other. It builds a `Chunk` when one is
 requested.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import cast, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tools.core.box import Box, Copy, CopyTable
-from ckpt_tools.core.catalog import RAW, Chunk, ChunkTable, Extent
+from ckpt_tools.core.box import Box, Overlap, Overlaps
+from ckpt_tools.core.catalog import RAW, Chunk, Chunks, Extent
 
 Ints = npt.NDArray[np.int64]
 _MAX_NUMEL = 1 << 62
@@ -39,7 +39,7 @@ def _make_boxes(offsets: Iterable[list[int]], sizes: Iterable[list[int]]) -> Ite
     return map(Box, map(tuple, offsets), map(tuple, sizes))
 
 
-class ArrayChunkTable(ChunkTable):
+class ChunkTable(Chunks):
     """`[n]` chunks of one tensor of `d` dims.
 
     Attributes:
@@ -72,8 +72,9 @@ class ArrayChunkTable(ChunkTable):
         )
         self.packing = packing
 
-    def under(self, names: tuple[str, ...]) -> ArrayChunkTable:
-        return ArrayChunkTable(
+    def under(self, renamed: Callable[[tuple[str, ...]], tuple[str, ...]]) -> ChunkTable:
+        names = renamed(self.names)
+        return ChunkTable(
             self.offsets, self.sizes, names, self.files, self.starts, self.nbytes, self.packing
         )
 
@@ -116,7 +117,7 @@ class ArrayChunkTable(ChunkTable):
         return _shared_boxes(self.offsets.tobytes(), self.sizes.tobytes(), rows, dims)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ArrayChunkTable):
+        if not isinstance(other, ChunkTable):
             return (
                 isinstance(other, Sequence)
                 and len(other) == len(self)
@@ -132,20 +133,17 @@ class ArrayChunkTable(ChunkTable):
     def __hash__(self) -> int:
         return hash(tuple(self))  # a table equals the tuple of its chunks, so the hashes agree
 
-    # ---- ChunkTable's questions; if the answer is "no", the caller checks chunk by chunk ---------
+    has_strides = False
 
     def kinds(self) -> list[Box]:
-        """Returns one example box per distinct size."""
         return [
             self[int(number)].box for number in np.unique(self.sizes, axis=0, return_index=True)[1]
         ]
 
     def file_names(self) -> set[str]:
-        """Returns the files that hold a chunk."""
         return {self.names[i] for i in np.unique(self.files)}
 
     def nbytes_by_file(self, itemsize: int) -> dict[str, tuple[int, int]]:
-        """Returns the number of chunks in each file, and the bytes of their elements."""
         numel = self.sizes.prod(axis=1) * itemsize
         counts, totals = np.bincount(self.files), np.bincount(self.files, numel)
         return {self.names[i]: (int(counts[i]), int(totals[i])) for i in np.flatnonzero(counts)}
@@ -182,7 +180,7 @@ class ArrayChunkTable(ChunkTable):
             cell, count = cell * len(starts) + number, count * len(starts)
         return len(cell) == count == len(np.unique(cell))
 
-    def copies(self, targets: Sequence[Box]) -> ArrayCopyTable | None:
+    def overlaps(self, targets: Sequence[Box]) -> OverlapTable | None:
         """Pairs every target box with the chunks that overlap it.
 
         Returns None if chunks are replicas, overlap along the dim of the search, or differ in
@@ -209,14 +207,13 @@ class ArrayChunkTable(ChunkTable):
         low = np.maximum(offsets[dst], lows[at])
         size = np.minimum(edges[dst], highs[at]) - low
         shared = (size > 0).all(axis=1)
-        return ArrayCopyTable(held[at[shared]], dst[shared], low[shared], size[shared])
+        return OverlapTable(held[at[shared]], dst[shared], low[shared], size[shared])
 
     def _are_distinct(self, held: Ints) -> bool:
         """Tells whether no two boxes begin at the same element, as replicas do."""
         return len(np.unique(self.offsets[held], axis=0)) == len(held)
 
     def fit(self, file_sizes: Mapping[str, int], itemsize: int) -> bool:
-        """Tells whether every extent lies in its file and is long enough for its elements."""
         ends = np.array([file_sizes.get(name, -1) for name in self.names], np.int64)[self.files]
         numel = self.sizes.astype(np.float64).prod(axis=1) * itemsize  # float64 cannot wrap around
         return bool(
@@ -233,7 +230,7 @@ class ArrayChunkTable(ChunkTable):
 
         `others` includes this table. Two identical ranges do not count as an overlap.
         """
-        many = [c for c in others if isinstance(c, ArrayChunkTable) and c.names is self.names]
+        many = [c for c in others if isinstance(c, ChunkTable) and c.names is self.names]
         if len(many) < len(others):
             return False  # `files` can be compared only between tables with the same `names`
         number = {name: i for i, name in enumerate(self.names)}
@@ -252,8 +249,8 @@ class ArrayChunkTable(ChunkTable):
         )
 
 
-class ArrayCopyTable(CopyTable):
-    """`[m]` copies as arrays: source and target numbers `[m]`, box offsets and sizes `[m, d]`."""
+class OverlapTable(Overlaps):
+    """`[m]` overlaps as arrays: source and target numbers `[m]`, box offsets and sizes `[m, d]`."""
 
     __slots__ = ("dst", "offsets", "sizes", "src")
 
@@ -264,25 +261,22 @@ class ArrayCopyTable(CopyTable):
         return len(self.src)
 
     @overload
-    def __getitem__(self, key: int) -> Copy: ...
+    def __getitem__(self, key: int) -> Overlap: ...
     @overload
-    def __getitem__(self, key: slice) -> Sequence[Copy]: ...
-    def __getitem__(self, key: int | slice) -> Copy | Sequence[Copy]:
+    def __getitem__(self, key: slice) -> Sequence[Overlap]: ...
+    def __getitem__(self, key: int | slice) -> Overlap | Sequence[Overlap]:
         if isinstance(key, slice):
             return tuple(map(self.__getitem__, range(*key.indices(len(self)))))
         box = Box(tuple(self.offsets[key].tolist()), tuple(self.sizes[key].tolist()))
-        return Copy(int(self.src[key]), int(self.dst[key]), box)
+        return Overlap(int(self.src[key]), int(self.dst[key]), box)
 
-    def __iter__(self) -> Iterator[Copy]:
+    def __iter__(self) -> Iterator[Overlap]:
         boxes = map(Box, map(tuple, self.offsets.tolist()), map(tuple, self.sizes.tolist()))
-        return map(Copy, self.src.tolist(), self.dst.tolist(), boxes)
+        return map(Overlap, self.src.tolist(), self.dst.tolist(), boxes)
 
     @property
     def numel(self) -> int:
         return int(self.sizes.prod(axis=1).sum())
-
-    def sources(self) -> list[int]:
-        return list(self.taken())
 
     def taken(self) -> dict[int, int]:
         numbers, at = np.unique(self.src, return_inverse=True)

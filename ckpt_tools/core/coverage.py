@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.core.box import Box, whole
-from ckpt_tools.core.catalog import Catalog, Chunk, ChunkTable, Extent, TensorEntry
+from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.chunk_table import ChunkTable
 from ckpt_tools.errors import CatalogError, printable
 
 _MOST_PROVED = 4096
-MAX_REPEATED_BYTES = 16 << 30  # views of one storage, expanded tensors
+MAX_REPEATED_BYTES = 2 << 30  # views of one storage, expanded tensors
 
 
 class Flaw(NamedTuple):
@@ -48,10 +49,9 @@ def flaws(catalog: Catalog, shares: bool = False) -> Iterator[Flaw]:
     """Yields every flaw that `check` would refuse."""
     covers = _Covers(catalog)
     for entry in catalog.tensors.values():
-        many = entry.chunks if isinstance(entry.chunks, ChunkTable) else None
-        if not (many and many.covers(entry.shape)) and (error := covers.check(entry)):
+        if not entry.chunks.covers(entry.shape) and (error := covers.check(entry)):
             yield Flaw(entry.fqn, "", error)
-        if many and many.fit(catalog.file_sizes, entry.dtype.itemsize):
+        if entry.chunks.fit(catalog.file_sizes, entry.dtype.itemsize):
             continue
         for chunk in entry.chunks:
             if error := _check_extent(
@@ -213,7 +213,7 @@ def _first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 def replicas(entry: TensorEntry) -> list[list[Chunk]]:
     """Returns the groups of several chunks that hold the same elements."""
-    if isinstance(entry.chunks, ChunkTable) and entry.chunks.covers(entry.shape):
+    if entry.chunks.covers(entry.shape):
         return []
     if len({c.box for c in entry.chunks}) == len(entry.chunks):
         return []

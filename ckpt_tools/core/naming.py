@@ -15,6 +15,15 @@ from ckpt_tools.errors import PlanError, printable
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
+# buffers of torch's norms: nothing trains them, no optimizer has them, and each rank has its own
+_OF_NORMS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def is_norm_buffer(fqn: str) -> bool:
+    """Tells by its name whether a tensor is a running statistic of one of torch's norms."""
+    return fqn.rpartition(".")[2] in _OF_NORMS
+
+
 _MAY_BE_WRAPPED = re.compile("|".join([*sorted(WRAPPERS), r"\Amodule\."]))
 
 
@@ -101,8 +110,8 @@ def find_model(catalog: Catalog) -> tuple[str, ...]:
     """Returns the keys above the model: `("model",)` for Accelerate, `()` for torchtitan.
 
     If the format kept the paths, a key such as `model` leads to the model. Without paths, `model.`
-    may also be the first attribute of the module, such as Hugging Face's `model.` beside
-    `lm_head.`. It then counts only if nothing else lies beside it.
+    may also be the first attribute of the module, as in Hugging Face's models. Then it counts only
+    if other state lies beside it, such as an optimizer, and nothing else.
     """
     optimizers = find_optimizers(catalog)
     is_below = _below(optimizers)
@@ -111,9 +120,11 @@ def find_model(catalog: Catalog) -> tuple[str, ...]:
     for depth in range(3):
         level = [p for p in paths if p[:depth] == prefix and len(p) > depth]
         inner = {p[depth] for p in level if len(p) > depth + 1}
-        beside = {key for key in {p[depth] for p in level} if not is_other_state(key)}
+        keys = {p[depth] for p in level}
+        beside = {key for key in keys if not is_other_state(key)}
         found = [k for k in _MODEL_KEYS if k in inner]
-        if found and (catalog.paths or beside == {found[0]}):
+        has_others = bool(optimizers) or keys != beside
+        if found and (catalog.paths or (beside == {found[0]} and has_others)):
             return _below_its_file(catalog, paths, (*prefix, found[0]))
         if (
             len(beside) == 1
@@ -129,6 +140,12 @@ def find_model(catalog: Catalog) -> tuple[str, ...]:
             return ()
         prefix = (*prefix, beside.pop())
     return ()
+
+
+def shared_key(catalog: Catalog) -> tuple[str, ...]:
+    """Returns the key that all names of tensors begin with, if it may be that of a model."""
+    keys = {key_path(catalog, fqn)[0] for fqn in catalog.tensors}
+    return tuple(keys) if len(keys) == 1 and keys <= set(_MODEL_KEYS) else ()
 
 
 def _below(prefixes: Collection[tuple[str, ...]]) -> Callable[[tuple[str, ...]], bool]:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckpt_tools.core.box import Box, BoxIndex, Copy, CopyTable, whole
-from ckpt_tools.core.catalog import BytesEntry, Catalog, Chunk, ChunkTable, Extent, TensorEntry
+from ckpt_tools.core.box import Box, BoxIndex, Overlap, OverlapList, Overlaps, whole
+from ckpt_tools.core.catalog import BytesEntry, Catalog, Chunks, Extent, TensorEntry, one_chunk
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.errors import PlanError, printable
 
 # S3 refuses shorter parts of an upload; the manifest must stay small
 CELL_BYTES, MOST_CELLS = 5 << 20, 16
-_MOST_ALIKE = 4096  # kinds of tensors whose copies are kept
+_MOST_ALIKE = 4096  # kinds of tensors whose overlaps are kept
 Boxes = tuple[Box, ...]
 
 
@@ -93,27 +93,15 @@ class TensorPlan:
     shape: tuple[int, ...]
     src_dtype: DType
     dst_dtype: DType
-    chunks: Sequence[Chunk]
+    chunks: Chunks
     slots: tuple[Slot, ...]
-    copies: Sequence[Copy]
+    overlaps: Overlaps
     is_object: bool = False
 
     @property
     def payload_bytes(self) -> int:
-        """The bytes of the source elements that the copies read."""
-        copies = self.copies
-        return (
-            copies.numel if isinstance(copies, CopyTable) else sum(c.box.numel for c in copies)
-        ) * self.src_dtype.itemsize
-
-    @property
-    def used(self) -> list[int]:
-        """The numbers of the chunks that the copies read, in order."""
-        return (
-            self.copies.sources()
-            if isinstance(self.copies, CopyTable)
-            else sorted({c.src for c in self.copies})
-        )
+        """The bytes of the source elements that are read."""
+        return self.overlaps.numel * self.src_dtype.itemsize
 
     @property
     def is_complete(self) -> bool:
@@ -126,31 +114,31 @@ class TensorPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The complete decision about an operation: the copies of each tensor, and the target files."""
+    """The complete decision about an operation: overlaps of each tensor, and target files."""
 
     tensors: tuple[TensorPlan, ...]
     target: Target
     notes: tuple[str, ...] = field(default=())
 
     @property
-    def num_copies(self) -> int:
-        """The number of pairs of a source chunk and a target slot."""
-        return sum(len(t.copies) for t in self.tensors)
+    def num_overlaps(self) -> int:
+        """The number of pairs of a source chunk and a target slot that share elements."""
+        return sum(len(t.overlaps) for t in self.tensors)
 
     @property
     def payload_bytes(self) -> int:
-        """The bytes of the source elements that the copies read."""
+        """The bytes of the source elements that are read."""
         return sum(t.payload_bytes for t in self.tensors)
 
 
-def plan_copies(src: Sequence[Box], dst: Sequence[Box]) -> list[Copy]:
+def plan_overlaps(src: Sequence[Box], dst: Sequence[Box]) -> OverlapList:
     """Pairs every target box with the source boxes that overlap it.
 
     The source boxes are sorted along the dim that cuts them most finely. A target looks only at the
     sources that can reach it. Equal source boxes are replicas, and the first one is used.
 
     Returns:
-        Copies that tile each target box exactly, if the sources cover it.
+        Overlaps that tile each target box exactly, if the sources cover it.
     """
     first: dict[Box, int] = {}
     for number, box in enumerate(src):
@@ -158,11 +146,11 @@ def plan_copies(src: Sequence[Box], dst: Sequence[Box]) -> list[Copy]:
             first.setdefault(box, number)
     boxes, numbers = list(first), list(first.values())
     index = BoxIndex(boxes)
-    return [
-        Copy(numbers[i], number, shared)
+    return OverlapList(
+        Overlap(numbers[i], number, shared)
         for number, box in enumerate(dst)
         for i, shared in index.overlaps(box)
-    ]
+    )
 
 
 def plan_transfer(
@@ -191,7 +179,7 @@ def plan_transfer(
             + ", ".join(repr(printable(m)) for m in missing[:10])
         )
     tensors = []
-    alike = _AlikeCopies()
+    alike = _AlikeOverlaps()
     for fqn, slots in target.slots.items():
         entry = catalog.tensors.get(fqn)
         tensors.append(
@@ -202,36 +190,37 @@ def plan_transfer(
     return Plan(tuple(tensors), target, tuple(notes))
 
 
-class _AlikeCopies:
-    """Plans copies once for all tensors whose chunks and slots have the same boxes."""
+class _AlikeOverlaps:
+    """Plans overlaps once for all tensors whose chunks and slots have the same boxes."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Boxes, Boxes], tuple[Copy, ...]] = {}
+        self._known: dict[tuple[Boxes, Boxes], OverlapList] = {}
 
-    def plan(self, src: Boxes, dst: Boxes) -> tuple[Copy, ...]:
-        """Returns what `plan_copies` returns."""
+    def plan(self, src: Boxes, dst: Boxes) -> OverlapList:
+        """Returns what `plan_overlaps` returns."""
         if (found := self._known.get((src, dst))) is None:
             if len(self._known) >= _MOST_ALIKE:
                 self._known.clear()
-            found = self._known[src, dst] = tuple(plan_copies(src, dst))
+            found = self._known[src, dst] = plan_overlaps(src, dst)
         return found
 
 
 def _plan_tensor(
-    entry: TensorEntry, slots: tuple[Slot, ...], dtype: DType | None, alike: _AlikeCopies
+    entry: TensorEntry, slots: tuple[Slot, ...], dtype: DType | None, alike: _AlikeOverlaps
 ) -> TensorPlan:
     boxes = tuple([s.box for s in slots])
-    many = entry.chunks.copies(boxes) if isinstance(entry.chunks, ChunkTable) else None
-    copies = many if many is not None else alike.plan(tuple([c.box for c in entry.chunks]), boxes)
+    found = entry.chunks.overlaps(boxes)
+    if found is None:
+        found = alike.plan(tuple([c.box for c in entry.chunks]), boxes)
     return TensorPlan(
-        entry.fqn, entry.shape, entry.dtype, dtype or entry.dtype, entry.chunks, slots, copies
+        entry.fqn, entry.shape, entry.dtype, dtype or entry.dtype, entry.chunks, slots, found
     )
 
 
 def _plan_object(catalog: Catalog, fqn: str, slots: tuple[Slot, ...]) -> TensorPlan:
     extent = catalog.objects[fqn].extent
     box, uint8 = whole((extent.nbytes,)), BY_NAME["uint8"]
-    chunks = (Chunk(box, extent),)
+    chunks = one_chunk(box, extent)
     return TensorPlan(
         fqn,
         box.sizes,
@@ -239,7 +228,7 @@ def _plan_object(catalog: Catalog, fqn: str, slots: tuple[Slot, ...]) -> TensorP
         uint8,
         chunks,
         slots,
-        tuple(plan_copies([box], [s.box for s in slots])),
+        plan_overlaps([box], [s.box for s in slots]),
         is_object=True,
     )
 

@@ -32,7 +32,7 @@ def check_new_name(old: str, new: str) -> None:
     if not new:
         raise PlanError(
             f"nothing is left of a name: {printable(old)!r}",
-            hint="give a replacement that leaves a name",
+            hint="give a replacement that leaves a name" if old else "its stored name is empty",
         )
     if not new.isascii() and any("\ud800" <= c <= "\udfff" for c in new):
         raise PlanError(
@@ -62,7 +62,7 @@ def rename(catalog: Catalog, new_name: Callable[[str], str]) -> Catalog:
                     "keep the names as they are with --keep-prefix, or leave one out with --select"
                 ),
             )
-        renamed[name] = entry if name == fqn else replace(entry, fqn=name)
+        renamed[name] = entry.named(name)
         origin[name] = fqn
     return replace(
         catalog,
@@ -70,6 +70,36 @@ def rename(catalog: Catalog, new_name: Callable[[str], str]) -> Catalog:
         paths={},
         unread={new_name(fqn): kind for fqn, kind in catalog.unread.items()},
     )
+
+
+def substitution(pattern: str, new: str, what: str) -> Callable[[str], str]:
+    """Returns a function that replaces each match of a regular expression in a name.
+
+    Args:
+        pattern: the regular expression, not empty.
+        new: the replacement, which may refer to groups of the match.
+        what: the rule, for messages.
+
+    Raises:
+        PlanError: one of the two is malformed. The returned function raises it for a replacement
+            that a match does not fit.
+    """
+    refused = f"{what}: not a regular expression and its replacement: "
+
+    def renamed(name: str) -> str:
+        try:
+            return compiled.sub(new, name)
+        except (re.error, IndexError) as error:
+            raise PlanError(refused + printable(str(error))) from error
+
+    try:
+        if not pattern:
+            raise re.error("the expression is empty")
+        compiled = re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise PlanError(refused + printable(str(error))) from error
+    renamed("")
+    return renamed
 
 
 def matcher(globs: Iterable[str]) -> Callable[[str], bool]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ckpt_tools.core.box import Box, row_major_strides
-from ckpt_tools.core.catalog import RAW, Chunk, Extent, TensorEntry
+from ckpt_tools.core.catalog import RAW, Chunk, ChunkList, Extent, TensorEntry
 from ckpt_tools.errors import PlanError, printable
 
 
@@ -68,7 +68,7 @@ def take_rows(entry: TensorEntry, rows: Sequence[RowRange], num_rows: int) -> Te
     """
     if not entry.shape:
         raise PlanError(f"a tensor without dims has no rows: {printable(entry.fqn)!r}")
-    chunks = tuple(
+    chunks = ChunkList(
         piece
         for part in rows
         for chunk in entry.chunks
@@ -114,7 +114,14 @@ def stack_rows(fqn: str, entries: Sequence[TensorEntry]) -> TensorEntry:
             for b, extent in entry.chunks
         ]
         start += entry.shape[0]
-    return TensorEntry(fqn, first.dtype, (start, *first.shape[1:]), tuple(chunks))
+    return TensorEntry(
+        fqn,
+        first.dtype,
+        (start, *first.shape[1:]),
+        ChunkList(chunks),
+        first.stored_name,
+        next((e.quantized for e in entries if e.quantized is not None), None),
+    )
 
 
 def take_layer(entry: TensorEntry, index: int) -> TensorEntry:
@@ -131,4 +138,4 @@ def take_layer(entry: TensorEntry, index: int) -> TensorEntry:
             chunks.append(
                 Chunk(Box(box.offsets[1:], box.sizes[1:]), extent._replace(strides=strides))
             )
-    return replace(entry, shape=entry.shape[1:], chunks=tuple(chunks))
+    return replace(entry, shape=entry.shape[1:], chunks=ChunkList(chunks))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy import typing as npt
 
 from ckpt_tools.core.box import Box
-from ckpt_tools.core.catalog import Extent
+from ckpt_tools.core.catalog import Payloads
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.plan import Plan, TensorPlan
 from ckpt_tools.engine.execute import Reader, check_filled, split_buffer
@@ -83,7 +83,7 @@ class CompareSink:
         self,
         store: Store,
         plan: Plan,
-        located: Mapping[Extent, Extent],
+        located: Payloads,
         atol: float = 0.0,
         rtol: float = 0.0,
         is_full: bool = False,

@@ -8,8 +8,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt_tools.core.box import Copy, CopyTable
-from ckpt_tools.core.catalog import RAW, Extent
+from ckpt_tools.core.catalog import RAW, Extent, Payloads
 from ckpt_tools.core.checksum import crc32, join_crc32
 from ckpt_tools.core.plan import Plan
 from ckpt_tools.errors import IntegrityError, printable
@@ -185,9 +184,7 @@ def _known(extent: Extent, crcs: Mapping[Extent, int]) -> int | None:
     return extent.crc32 if extent.crc32 is not None else crcs.get(extent)
 
 
-def read_whole(
-    plan: Plan, located: Mapping[Extent, Extent], proved: Container[str] = ()
-) -> dict[Extent, str]:
+def read_whole(plan: Plan, located: Payloads, proved: Container[str] = ()) -> dict[Extent, str]:
     """Returns the payloads that a plan reads in full, with the names of their tensors.
 
     Only payloads whose CRC-32 is known, or may become known, are included. Tensors in `proved` are
@@ -197,10 +194,8 @@ def read_whole(
     for tensor in plan.tensors:
         if tensor.fqn in proved:
             continue
-        chunks, copies = list(tensor.chunks), tensor.copies
-        for number, numel in (
-            copies.taken() if isinstance(copies, CopyTable) else _taken(copies)
-        ).items():
+        chunks = list(tensor.chunks)
+        for number, numel in tensor.overlaps.taken().items():
             box, stored = chunks[number]
             extent = located.get(stored, stored)
             if numel == box.numel and is_watched(stored, extent):
@@ -218,13 +213,6 @@ def is_watched(stored: Extent, extent: Extent) -> bool:
     return stored.packing != RAW or extent.crc32 is not None
 
 
-def _taken(copies: Iterable[Copy]) -> dict[int, int]:
-    taken: dict[int, int] = {}
-    for copy in copies:
-        taken[copy.src] = taken.get(copy.src, 0) + copy.box.numel
-    return taken
-
-
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """The result of comparing assumed positions of payloads with the real ones.
@@ -235,14 +223,12 @@ class Comparison:
         crcs: CRC-32 of the other payloads by assumed position, if their writer noted one.
     """
 
-    found: Mapping[Extent, Extent]
+    found: Payloads
     moved: frozenset[Extent]
     crcs: Mapping[Extent, int]
 
 
-def compare_positions(
-    assumed: Mapping[Extent, Extent], found: Mapping[Extent, Extent]
-) -> Comparison:
+def compare_positions(assumed: Payloads, found: Payloads) -> Comparison:
     """Compares the positions at which payloads were read with those that the files name.
 
     Both are by stored extent. The CRC-32 is not part of a position.

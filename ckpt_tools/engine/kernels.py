@@ -187,7 +187,9 @@ def to_float64(data: Bytes, dtype: DType) -> npt.NDArray[Any]:
         dtype: their type. An int64 beyond 2**53 is rounded.
     """
     if dtype.name == "bfloat16":
-        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        with np.errstate(invalid="ignore"):  # a signalling NaN is one, too
+            wide = data.view(np.uint16).astype(np.uint32) << 16
+            return wide.view(np.float32).astype(np.float64)
     if dtype.name == "complex32":
         return (data.view(np.float16).astype(np.float64)).view(np.complex128)
     if dtype.name in _SMALL or dtype.name == "float8_e8m0fnu":

@@ -15,7 +15,7 @@ import numpy as np
 from numpy import typing as npt
 
 from ckpt_tools.core.box import Box, bands, flat_range_boxes, flat_start
-from ckpt_tools.core.catalog import Extent
+from ckpt_tools.core.catalog import Payloads
 from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.plan import TensorPlan
@@ -53,7 +53,7 @@ class MeanTerm:
     name: str
     store: Store
     tensors: Mapping[str, TensorPlan]
-    located: Mapping[Extent, Extent]
+    located: Payloads
     weight: float
     watch: CrcWatch
     fingerprints: Fingerprints = field(default_factory=Fingerprints)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ckpt_tools.core.box import Box, flat_range_boxes, flat_start
-from ckpt_tools.core.plan import Plan, Slot, Target, TensorPlan, plan_copies
+from ckpt_tools.core.plan import Plan, Slot, Target, TensorPlan, plan_overlaps
 
 Regions = Mapping[str, tuple[int, int]]  # by file: bytes `start <= i < stop`
 
@@ -98,8 +98,8 @@ def within_regions(plan: Plan, regions: Regions) -> Plan:
         if slots == tensor.slots:
             tensors.append(tensor)
         elif slots:
-            copies = plan_copies([c.box for c in tensor.chunks], [s.box for s in slots])
-            tensors.append(replace(tensor, slots=slots, copies=tuple(copies)))
+            overlaps = plan_overlaps([c.box for c in tensor.chunks], [s.box for s in slots])
+            tensors.append(replace(tensor, slots=slots, overlaps=overlaps))
     return replace(plan, tensors=tuple(tensors), target=_target(plan.target, regions))
 
 

@@ -8,7 +8,7 @@ and takes no store.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ckpt_tools.core.box import (
     Box,
     BoxIndex,
+    OverlapList,
     bands,
     flat_span,
     flat_start,
@@ -24,7 +25,7 @@ from ckpt_tools.core.box import (
     row_major_strides,
     whole,
 )
-from ckpt_tools.core.catalog import Chunk, ChunkTable, Extent
+from ckpt_tools.core.catalog import Chunk, Payloads
 from ckpt_tools.core.plan import Plan, Slot, TensorPlan, num_cells
 
 DEFAULT_MEMORY_BYTES = 64 << 20
@@ -122,7 +123,7 @@ def tile_bytes(memory_bytes: int, jobs: int) -> tuple[int, int]:
 
 def schedule(
     plan: Plan,
-    located: Mapping[Extent, Extent],
+    located: Payloads,
     tile_nbytes: int,
     max_tile_nbytes: int,
     share: Share = ALL,
@@ -201,9 +202,7 @@ def read_nbytes(plan: Plan, tile_nbytes: int, max_tile_nbytes: int) -> int:
 
 
 def _tensor_reads(tensor: TensorPlan, tile_nbytes: int, max_tile_nbytes: int) -> int:
-    if tensor.is_complete and (
-        isinstance(tensor.chunks, ChunkTable) or not any(c.extent.strides for c in tensor.chunks)
-    ):
+    if tensor.is_complete and not tensor.chunks.has_strides:
         return tensor.payload_bytes  # a tile of a whole tensor reads one range of each chunk
     return sum(
         read.nbytes
@@ -227,12 +226,12 @@ def by_files(plan: Plan, num_files: int) -> Iterator[Plan]:
         for tensor in plan.tensors:
             kept = [i for i, slot in enumerate(tensor.slots) if slot.file in mine]
             renumbered = {old: new for new, old in enumerate(kept)}
-            copies = tuple(
-                c._replace(dst=renumbered[c.dst]) for c in tensor.copies if c.dst in renumbered
+            overlaps = OverlapList(
+                o._replace(dst=renumbered[o.dst]) for o in tensor.overlaps if o.dst in renumbered
             )
             if kept:
                 tensors.append(
-                    replace(tensor, slots=tuple(tensor.slots[i] for i in kept), copies=copies)
+                    replace(tensor, slots=tuple(tensor.slots[i] for i in kept), overlaps=overlaps)
                 )
         yield replace(plan, tensors=tuple(tensors))
 
@@ -240,8 +239,8 @@ def by_files(plan: Plan, num_files: int) -> Iterator[Plan]:
 class Sources:
     """The source chunks of a tensor, indexed by their boxes."""
 
-    def __init__(self, tensor: TensorPlan, located: Mapping[Extent, Extent]) -> None:
-        used, all_chunks = tensor.used, tensor.chunks
+    def __init__(self, tensor: TensorPlan, located: Payloads) -> None:
+        used, all_chunks = tensor.overlaps.sources(), tensor.chunks
         every = list(all_chunks) if len(used) > 1 else {i: all_chunks[i] for i in used}
         chunks = [every[i] for i in used]
         self._boxes = tuple([box for box, _ in chunks])
@@ -264,7 +263,7 @@ class Sources:
 
 def _tiles(
     tensor: TensorPlan,
-    located: Mapping[Extent, Extent],
+    located: Payloads,
     tile_nbytes: int,
     max_tile_nbytes: int,
     is_framed: bool = False,

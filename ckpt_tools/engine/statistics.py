@@ -136,7 +136,8 @@ def _measure_block(data: Bytes, dtype: DType, with_exponents: bool) -> Moments:
         plain = to_float64(data, dtype)
         plain = plain.view(np.float64) if plain.dtype.kind == "c" else plain
     high, low = float(plain.max()), float(plain.min())
-    values = plain.astype(np.float64, copy=False)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is one, too
+        values = plain.astype(np.float64, copy=False)
     nans = infs = 0
     if not math.isfinite(high - low):
         nans, infs = int(np.isnan(values).sum()), int(np.isinf(values).sum())

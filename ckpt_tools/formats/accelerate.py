@@ -25,10 +25,11 @@ from ckpt_tools.core.plan import Literal, Target
 from ckpt_tools.errors import CatalogError, CheckpointError, FormatError, printable
 from ckpt_tools.formats import safetensors, torch_save
 from ckpt_tools.formats.base import SHAPES, Request, below, note_of
+from ckpt_tools.formats.builder import UnreadValues, name_of
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.pickle.state import Path, is_value, leaves
-from ckpt_tools.formats.torch_save import UnreadValues, describe_unknown, name_of, read_leaves
+from ckpt_tools.formats.torch_save import read_leaves
 from ckpt_tools.storage import Store, read
 from ckpt_tools.storage.small_files import parse_json
 
@@ -184,8 +185,7 @@ def _read(
         fqn = name_of(path)
         parts.read.add(name)
         if fqn in parts.tables["tensors"] or fqn in parts.tables["objects"]:
-            parts.unknown["value of a name that is taken"] += 1
-            parts.unknown.foreign[(name, *path)] = "its name is taken"
+            parts.unknown.skip((name, *path), "its name is taken")
             continue
         parts.tables["objects"][fqn] = parts.memory_file.value(fqn, value)
         parts.tables["paths"][fqn] = path
@@ -199,14 +199,12 @@ def _read(
     )
     parts.tables["unread"] |= parts.unknown.unread
     parts.tables["unknown"] |= parts.unknown.unknown
-    extras = ({"beside": ", ".join(map(printable, beside))} if beside else {}) | describe_unknown(
-        parts.unknown
-    )
+    extras = {"beside": ", ".join(map(printable, beside))} if beside else {}
     return Catalog(
         NAME,
         **parts.tables,
         world_size=parts.world_size,
-        extras=extras,
+        extras=extras | parts.unknown.told,
         archives=tuple(parts.archives),
         beside=beside,
         memory_files=parts.memory_file.files,
@@ -258,8 +256,7 @@ def _values(
             unknown.take(mine, (match["key"],))
             for path, value, extents in found:
                 if extents:
-                    unknown[f"a tensor in {name}"] += 1
-                    unknown.foreign[(name, *path)] = "a tensor"
+                    unknown.skip((name, *path), "a tensor")
                 else:
                     yield name, (match["key"], *path), value
             continue

@@ -11,11 +11,12 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 from ckpt_tools.core.box import Box, whole
-from ckpt_tools.core.catalog import BytesEntry, Catalog, Chunk, ChunkTable, Extent, TensorEntry
+from ckpt_tools.core.catalog import BytesEntry, Catalog, Extent, Payloads, TensorEntry
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.plan import Target
 from ckpt_tools.errors import CheckpointError, PlanError
@@ -113,7 +114,7 @@ class Format(Protocol):
         """
         ...
 
-    def locate(self, store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+    def locate(self, store: Store, tensors: Iterable[TensorEntry]) -> Payloads:
         """Finds the payload in every packed extent of the tensors, in batches.
 
         RAW extents are left out.
@@ -123,7 +124,7 @@ class Format(Protocol):
         """
         ...
 
-    def guess(self, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+    def guess(self, tensors: Iterable[TensorEntry]) -> Payloads:
         """Returns where the payloads of packed extents lie if they were written in the usual way.
 
         Unusual extents and RAW extents are left out.
@@ -163,8 +164,12 @@ def reader_of_damaged(form: Format) -> ReadReadable | None:
     return getattr(form, "read_readable", None)
 
 
-# An id has a letter, because eight digits are more often a date.
-_ATTEMPT = re.compile(r".+\.(?=[0-9]*[a-f])([0-9a-f]{8})\.(?:distcp|safetensors)")
+# The id of an attempt is a UUID. Names have its first eight digits. One is a letter, because eight
+# decimal digits are more often a date.
+SHORT_ID = "[0-9a-f]{8}"
+SHORT_ID_GLOB = "[0-9a-f]" * 8
+_ID = re.compile(rf"{SHORT_ID}-[0-9a-f]{{4}}-[0-9a-f]{{4}}-[0-9a-f]{{4}}-[0-9a-f]{{12}}")
+_ATTEMPT = re.compile(rf".+\.(?=[0-9]*[a-f])({SHORT_ID})\.(?:distcp|safetensors)")
 
 
 def new_attempt() -> str:
@@ -181,6 +186,15 @@ def attempt_for(content: str) -> str:
         if not is_date_like(attempt):
             break
     return attempt
+
+
+def is_attempt_id(text: str) -> bool:
+    """Tells whether a string has the form of an attempt's id.
+
+    Raises:
+        TypeError: it is no string.
+    """
+    return _ID.fullmatch(text) is not None
 
 
 def is_date_like(attempt: str) -> bool:
@@ -205,10 +219,13 @@ PIN = "ckpt.pin"  # A step that contains this file is never removed.
 LOCK = ".ckpt.lock"  # Names the process that writes to a run or to a prefix of a bucket.
 # Prefix for a file or folder that is moved aside while another one takes its place.
 ASIDE = ".aside."
-# The notes of an attempt beside its data: the result's manifest, and the uploads it has begun.
-MANIFEST, UPLOADS = "manifest", "uploads"
+# The notes of an attempt beside its data: the result's manifest, the uploads it has begun, and the
+# files that the host of the job has added.
+MANIFEST, UPLOADS, HOST = "manifest", "uploads", "host"
 _MAX_NAME_BYTES = 200
-_NOTE = re.compile(r"(?:(.+)\.)?ckpt\.(manifest|uploads|attempt)\.[0-9a-f]{8}\.json", re.DOTALL)
+_NOTE = re.compile(
+    rf"(?:(.+)\.)?ckpt\.(manifest|uploads|attempt|host)\.{SHORT_ID}\.json", re.DOTALL
+)
 
 
 def short_name(name: str) -> str:
@@ -251,13 +268,13 @@ def is_note(name: str, file: str = "") -> bool:
     return note is not None and note[1] == short_name(file)
 
 
-def locate_bare(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+def locate_bare(store: Store, tensors: Iterable[TensorEntry]) -> Payloads:
     """Implements `Format.locate` for a format that packs nothing."""
     del store, tensors
     return {}
 
 
-def guess_bare(tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+def guess_bare(tensors: Iterable[TensorEntry]) -> Payloads:
     """Implements `Format.guess` for a format that packs nothing."""
     del tensors
     return {}
@@ -293,26 +310,18 @@ def below(catalog: Catalog, folder: str, prefix: str = "") -> Catalog:
     dot.
     """
     folder = f"{folder}/" if folder else ""
-    tables: dict[tuple[str, ...], tuple[str, ...]] = {}
+
+    @cache  # tables of one catalog share their names
+    def moved(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(n if n in catalog.memory_files else f"{folder}{n}" for n in names)
 
     def at(extent: Extent) -> Extent:
-        return (
-            extent
-            if extent.file in catalog.memory_files
-            else extent._replace(file=f"{folder}{extent.file}")
-        )
-
-    def moved(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
-        if not isinstance(chunks, ChunkTable):
-            return tuple(Chunk(c.box, at(c.extent)) for c in chunks)
-        if chunks.names not in tables:
-            tables[chunks.names] = tuple(f"{folder}{name}" for name in chunks.names)
-        return chunks.under(tables[chunks.names])
+        return extent._replace(file=moved((extent.file,))[0])
 
     return replace(
         catalog,
         tensors={
-            prefix + n: replace(t, fqn=prefix + n, chunks=moved(t.chunks))
+            prefix + n: replace(t, fqn=prefix + n, chunks=t.chunks.under(moved))
             for n, t in catalog.tensors.items()
         },
         index_crcs={f"{folder}{name}": crc for name, crc in catalog.index_crcs.items()},

@@ -14,7 +14,7 @@ import struct
 from collections import Counter
 
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.catalog import Catalog, Extent, TensorEntry, one_chunk
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats.base import guess_bare, locate_bare, only_read, recognise_none
@@ -167,7 +167,7 @@ def _tensors(
                 f" ({where})"
             )
         stop = start + extent.nbytes
-        tensors[fqn] = TensorEntry(fqn, dtype, shape, (Chunk(box, extent),))
+        tensors[fqn] = TensorEntry(fqn, dtype, shape, one_chunk(box, extent))
     return {fqn: tensors[fqn] for fqn, *_ in found}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import BytesEntry, Chunk, Extent, TensorEntry
+from ckpt_tools.core.catalog import BytesEntry, Extent, TensorEntry, one_chunk
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.formats.zip.write import render_archive
 
@@ -49,5 +49,8 @@ class InMemoryFile:
     def scalar(self, fqn: str, value: float) -> TensorEntry:
         """Returns a float32 tensor without dims, as torch's optimizers keep their step."""
         return TensorEntry(
-            fqn, BY_NAME["float32"], (), (Chunk(whole(()), self.add(struct.pack("<f", value))),)
+            fqn,
+            BY_NAME["float32"],
+            (),
+            one_chunk(whole(()), self.add(struct.pack("<f", value))),
         )

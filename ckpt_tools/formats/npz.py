@@ -16,13 +16,13 @@ from itertools import accumulate, pairwise
 from operator import mul
 
 from ckpt_tools.core.box import row_major_strides, whole
-from ckpt_tools.core.catalog import RAW, ZIP, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.catalog import RAW, ZIP, Catalog, Extent, TensorEntry, one_chunk
 from ckpt_tools.core.checksum import crc32, crc32_combine
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats.base import guess_bare, locate_bare, only_read, recognise_none
-from ckpt_tools.formats.zip.read import ZipRecord, data_start, find_directory
-from ckpt_tools.formats.zip.verify import DirectoryEntry, entries
+from ckpt_tools.formats.zip.directory import DirectoryEntry, entries, find_directory
+from ckpt_tools.formats.zip.read import ZipRecord, data_start
 from ckpt_tools.storage import Store, read
 
 NAME = "npz"
@@ -139,7 +139,7 @@ def _read_array(store: Store, archive: Extent, entry: DirectoryEntry, fqn: str) 
     # CRCs are linear: without the header's share, the record's CRC is that of the values
     crc = entry.crc ^ crc32_combine(crc32(header), 0, nbytes)
     extent = Extent(archive.file, at + len(header), nbytes, RAW, strides, crc)
-    return TensorEntry(fqn, dtype, shape, (Chunk(whole(shape), extent),))
+    return TensorEntry(fqn, dtype, shape, one_chunk(whole(shape), extent))
 
 
 def _header(cut: Callable[[int], bytes], nbytes: int, where: str) -> bytes:

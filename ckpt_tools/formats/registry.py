@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.core.catalog import RAW, Catalog, Extent, TensorEntry, check_names
+from ckpt_tools.core.catalog import RAW, Catalog, Extent, Payloads, TensorEntry, check_names
 from ckpt_tools.core.coverage import check
+from ckpt_tools.core.quantized import mark_quantized
 from ckpt_tools.engine.crc_watch import Comparison, compare_positions
 from ckpt_tools.errors import (
+    CatalogError,
     CheckpointError,
+    FormatError,
     IntegrityError,
     NotACheckpointError,
     PlanError,
@@ -28,6 +31,7 @@ from ckpt_tools.formats import accelerate, gguf, npz, safetensors, torch_save
 from ckpt_tools.formats.base import (
     ASIDE,
     MANIFEST,
+    SHORT_ID_GLOB,
     Format,
     Request,
     TargetTensor,
@@ -39,6 +43,7 @@ from ckpt_tools.formats.base import (
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.deepspeed import zero as deepspeed
 from ckpt_tools.formats.external import external_formats, recognised
+from ckpt_tools.formats.look_alikes import look_alike
 from ckpt_tools.formats.per_rank import files as per_rank
 from ckpt_tools.storage import LocalStore, Overlay, Store, is_url, local_path
 from ckpt_tools.storage.one_file import OneFile, folder_of, overlaid
@@ -126,9 +131,7 @@ class Source:
         ]
         return {**guessed, **self.format.locate(self.store, unsure)}
 
-    def compare(
-        self, tensors: Iterable[TensorEntry], assumed: Mapping[Extent, Extent]
-    ) -> Comparison:
+    def compare(self, tensors: Iterable[TensorEntry], assumed: Payloads) -> Comparison:
         """Locates the payloads of tensors, and compares that with the positions of `assume`.
 
         Raises:
@@ -175,7 +178,7 @@ def detect_in(root: Store) -> tuple[Store, Format]:
     """Finds the only checkpoint in or below a store, as `detect` does."""
     here = _recognise(root)
     if here:
-        _refuse_strays(root)
+        refuse_strays(root)
         return root, here
     if sealed := [name for name in root.list_files() if note_of(name) == (MANIFEST, "")]:
         raise IntegrityError(
@@ -187,7 +190,7 @@ def detect_in(root: Store) -> tuple[Store, Format]:
         )
     found = _search(root)
     if len(found) == 1:
-        _refuse_strays(found[0][0])
+        refuse_strays(found[0][0])
         return found[0]
     if found:
         shown = "\n".join(f"  {printable(s.url)}  ({f.NAME})" for s, f in found[:20])
@@ -198,21 +201,30 @@ def detect_in(root: Store) -> tuple[Store, Format]:
             f" of one:\n{shown}",
             hint=f"for example: {found[-1][0].url}",
         )
-    _refuse_strays(root)
+    refuse_strays(root)
     raise _nothing_found(root)
 
 
-def _refuse_strays(store: Store) -> None:
+def refuse_strays(store: Store, needed: Container[str] = ()) -> None:
     """Refuses a directory in which a checkpoint file is a link that is not followed.
 
-    Without that file, the rest could be read as if it were complete.
+    Without that file, the rest could be read as if it were complete. The file may be whole, on a
+    disk that is not mounted now.
+
+    Args:
+        store: the directory.
+        needed: names of files that belong to the checkpoint, whatever they are called.
+
+    Raises:
+        StorageError: there is such a file.
     """
     for name, target in store.strays().items():
-        if is_ours(name) or suffix_of(name):
+        if is_ours(name) or suffix_of(name) or name in needed:
             raise StorageError(
                 "a file is no regular file, or a link that leads out of the checkpoint or nowhere:"
                 f" {printable(name)} -> {printable(target)} ({printable(store.url)})",
-                hint="put the file itself in its place",
+                hint="mount the disk that it leads to, or put the file itself in its place",
+                is_unreadable=True,
             )
 
 
@@ -220,7 +232,7 @@ def _find_aside(root: Path) -> Path | None:
     """Returns where a killed `--overwrite` has set a result aside."""
     if not root.name:
         return None
-    found = root.parent.glob(f"{ASIDE}{escape(root.name)}.{'[0-9a-f]' * 8}")
+    found = root.parent.glob(f"{ASIDE}{escape(root.name)}.{SHORT_ID_GLOB}")
     return next((path for path in sorted(found) if not path.is_symlink()), None)
 
 
@@ -234,6 +246,8 @@ def _open_local(path: str) -> tuple[Store, str]:
             hint = (
                 f"a killed --overwrite left it aside; the next one puts it back, or: mv {old} {new}"
             )
+        if root.is_symlink():
+            hint = f"it is a link that leads to nothing: {printable(os.readlink(root))}"
         raise NotACheckpointError(f"no such path: {printable(path)}", hint=hint)
     if root.is_dir():
         return LocalStore(root), ""
@@ -400,8 +414,24 @@ def open_source(
         CatalogError: it has holes, overlaps, or files that are missing or short.
         StorageError: it cannot be read.
     """
-    store, form = detect(path, options, beside)
-    catalog = read_again_if_wrong(store, lambda: sound_catalog(store, form))
+    return _source(*detect(path, options, beside))
+
+
+def open_source_in(folder: Store) -> Source:
+    """Opens the checkpoint in a folder that is listed already, as `open_source` does.
+
+    In a bucket, an object with the very name of the folder is left alone.
+    """
+    return _source(*detect_in(folder))
+
+
+def _source(store: Store, form: Format) -> Source:
+    try:
+        catalog = read_again_if_wrong(store, lambda: sound_catalog(store, form))
+    except (FormatError, CatalogError) as error:
+        if found := look_alike(store):
+            raise type(error)(str(found), hint=found.hint) from error
+        raise
     return Source(
         store.url,
         Overlay(store, catalog.memory_files) if catalog.memory_files else store,
@@ -419,7 +449,7 @@ def sound_catalog(store: Store, form: Format) -> Catalog:
     catalog = form.read_catalog(store)
     check_names(catalog)
     check(catalog)
-    return catalog
+    return mark_quantized(catalog)
 
 
 def is_checkpoint_file(folder: Store, name: str) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.core.box import Box, whole
-from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.catalog import Catalog, ChunkList, Extent, TensorEntry, one_chunk
 from ckpt_tools.core.dtypes import by_tag
 from ckpt_tools.core.plan import Literal, Slot, Target
 from ckpt_tools.errors import (
@@ -57,12 +57,22 @@ def recognise(files: Mapping[str, int]) -> bool:
 
 
 def data_files(files: Mapping[str, int]) -> list[str]:
-    """Returns the single file, or the one set of numbered shards; nothing if there are several."""
+    """Returns the single file, or the one set of numbered shards; nothing if there are several.
+
+    `model.fp16.safetensors` beside `model.safetensors` is a variant, which loaders take on request
+    only.
+    """
     found = [name for name in files if name.endswith(".safetensors")]
+    found = [name for name in found if attempt_of(name) or not _is_variant(name, files)]
     is_set = len({m[2] if (m := _SHARD.fullmatch(name)) else name for name in found}) == 1
     # A name with the id of an attempt may be one of several files that were never committed. An
     # index refers to those that were.
     return found if is_set and not any(map(attempt_of, found)) else []
+
+
+def _is_variant(name: str, files: Mapping[str, int]) -> bool:
+    stem, _, rest = name.partition(".")
+    return rest.count(".") == 1 and f"{stem}.safetensors" in files
 
 
 def read_catalog(store: Store) -> Catalog:
@@ -82,28 +92,36 @@ def read_readable(store: Store) -> tuple[Catalog, dict[str, CheckpointError], di
     """Reads the shards that can be read.
 
     Returns:
-        The catalog of these shards, the error of each other shard, and the tensors that the index
-        places in those other shards, with their file.
+        The catalog of these shards, the error of each other shard, and the tensors of the index
+        that cannot be read, with their file. A tensor that a sound shard lacks is one of them.
 
     Raises:
         FormatError: no shard can be read, or the index cannot.
     """
     names, weight_map = _shards_of(store)
     broken: dict[str, CheckpointError] = {}
+    there: dict[str, TensorEntry] = {}
     for name in names:
         try:
             entries = _read_shard(store, name)[-1]
-            compare_index({fqn: at for fqn, at in weight_map.items() if at == name}, entries, INDEX)
+            if entries.keys() - weight_map.keys():  # perhaps under damaged names
+                placed = {fqn: at for fqn, at in weight_map.items() if at == name}
+                compare_index(placed, entries, INDEX)
         except (FormatError, CatalogError) as error:
             broken[name] = error
+        else:
+            there |= entries
     if len(broken) == len(names):
         raise FormatError(f"no shard can be read: {next(iter(broken.values()), 'there is none')}")
-    catalog = read_files(
-        store,
-        [n for n in names if n not in broken],
-        {f: n for f, n in weight_map.items() if n not in broken},
-    )
-    return catalog, broken, {fqn: name for fqn, name in weight_map.items() if name in broken}
+    catalog = read_files(store, [n for n in names if n not in broken], {})
+    lost = {f: n for f, n in weight_map.items() if n in broken or f not in there}
+    ranks = {f for f, entry in catalog.tensors.items() if len(entry.chunks) > 1}  # several files
+    try:
+        placed = {f: n for f, n in weight_map.items() if f not in lost and f not in ranks}
+        compare_index(placed, there, INDEX)
+    except FormatError as error:  # the tensor is there, in another file
+        broken[INDEX] = error
+    return catalog, broken, lost
 
 
 def _shards_of(store: Store) -> tuple[list[str], dict[str, str]]:
@@ -238,7 +256,7 @@ def _piece(entry: TensorEntry, offsets: tuple[int, ...], name: str) -> TensorEnt
             f" ({printable(name)}, {printable(entry.fqn)!r})"
         )
     box = Box(offsets, entry.shape)
-    return TensorEntry(entry.fqn, entry.dtype, box.ends, (Chunk(box, entry.chunks[0].extent),))
+    return TensorEntry(entry.fqn, entry.dtype, box.ends, one_chunk(box, entry.chunks[0].extent))
 
 
 def _whole(fqn: str, parts: list[TensorEntry]) -> TensorEntry:
@@ -250,7 +268,7 @@ def _whole(fqn: str, parts: list[TensorEntry]) -> TensorEntry:
         )
     shape = tuple(map(max, zip(*(part.shape for part in parts), strict=True)))
     return TensorEntry(
-        fqn, parts[0].dtype, shape, tuple(chunk for part in parts for chunk in part.chunks)
+        fqn, parts[0].dtype, shape, ChunkList(chunk for part in parts for chunk in part.chunks)
     )
 
 
@@ -363,7 +381,10 @@ def _entries(header: dict[str, Any], name: str, size: int) -> dict[str, TensorEn
                 f" {printable(str((shape, offsets)))} ({where})"
             )
         entry = TensorEntry(
-            fqn, by_tag(str(fields["dtype"]), where), _in_bytes(fields["dtype"], shape, where), ()
+            fqn,
+            by_tag(str(fields["dtype"]), where),
+            _in_bytes(fields["dtype"], shape, where),
+            ChunkList(),
         )
         if offsets[1] - offsets[0] != entry.nbytes:
             raise FormatError(
@@ -372,7 +393,7 @@ def _entries(header: dict[str, Any], name: str, size: int) -> dict[str, TensorEn
             )
         extent = Extent(name, base + offsets[0], entry.nbytes)
         entries[fqn] = TensorEntry(
-            fqn, entry.dtype, entry.shape, (Chunk(whole(entry.shape), extent),)
+            fqn, entry.dtype, entry.shape, one_chunk(whole(entry.shape), extent)
         )
     end = base
     for extent in sorted(

@@ -14,15 +14,28 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.core.box import row_major_strides, whole
-from ckpt_tools.core.catalog import RAW, TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.catalog import (
+    RAW,
+    Catalog,
+    Extent,
+)
 from ckpt_tools.core.checksum import crc32
 from ckpt_tools.core.coverage import MAX_REPEATED_BYTES
 from ckpt_tools.core.plan import Slot, Target
-from ckpt_tools.errors import FormatError, IntegrityError, PlanError, printable
+from ckpt_tools.errors import (
+    CatalogError,
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    PlanError,
+    printable,
+)
 from ckpt_tools.formats.base import Request, guess_bare, locate_bare
+from ckpt_tools.formats.builder import CatalogBuilder, UnreadValues, name_of
 from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.pickle.state import (
     DTensorShard,
@@ -43,7 +56,8 @@ from ckpt_tools.formats.pickle.state import (
 )
 from ckpt_tools.formats.pickle.write import TensorRecord
 from ckpt_tools.formats.safetensors import compare_index, read_index, shard_size
-from ckpt_tools.formats.zip.read import LOCAL, ZipRecord, data_start, read_directory
+from ckpt_tools.formats.zip.directory import LOCAL
+from ckpt_tools.formats.zip.read import ZipRecord, data_start, read_directory
 from ckpt_tools.formats.zip.write import TorchArchive
 from ckpt_tools.storage import Store, read
 
@@ -80,6 +94,32 @@ def read_catalog(store: Store) -> Catalog:
     return read_files(store, names, weight_map, InMemoryFile())
 
 
+def read_readable(store: Store) -> tuple[Catalog, dict[str, CheckpointError], dict[str, str]]:
+    """Reads the shards that can be read; see `safetensors.read_readable`."""
+    if INDEX not in store.list_files():
+        raise FormatError(f"one file, and no index of several ({printable(store.url)})")
+    weight_map = read_index(store, INDEX)
+    broken: dict[str, CheckpointError] = {}
+    sound: list[str] = []
+    for name in sorted(set(weight_map.values())):
+        try:
+            read_files(store, [name], {}, InMemoryFile())
+            sound.append(name)
+        except (FormatError, CatalogError) as error:
+            broken[name] = error
+    if not sound:
+        raise FormatError(f"no shard can be read: {next(iter(broken.values()))}")
+    catalog = read_files(store, sound, {}, InMemoryFile())
+    lost = {f: n for f, n in weight_map.items() if n in broken or f not in catalog.tensors}
+    try:
+        compare_index(
+            {f: n for f, n in weight_map.items() if f not in lost}, catalog.tensors, INDEX
+        )
+    except FormatError as error:  # the tensor is there, in another file
+        broken[INDEX] = error
+    return catalog, broken, lost
+
+
 def read_files(
     store: Store, names: Sequence[str], weight_map: Mapping[str, str], memory_file: InMemoryFile
 ) -> Catalog:
@@ -94,34 +134,22 @@ def read_files(
     Raises:
         FormatError, CatalogError: see `Format.read_catalog`.
     """
-    tensors: dict[str, TensorEntry] = {}
-    objects: dict[str, BytesEntry] = {}
-    paths: dict[str, Path] = {}
-    sizes: dict[str, int] = {}
-    others = UnreadValues()
+    found = CatalogBuilder(memory_file=memory_file)
     for name in names:
-        sizes[name] = shard_size(store, name)
-        for path, value, extents in read_leaves(store, name, sizes[name], others):
-            fqn = name_of(path)
-            if fqn in paths:
-                raise FormatError(
-                    f"two tensors have one name: {printable(fqn)!r} ({printable(name)})"
-                )
+        found.sizes[name] = shard_size(store, name)
+        for path, value, extents in read_leaves(store, name, found.sizes[name], found.others):
             if isinstance(value, (DTensorShard, ShardedTensorShard)):
                 raise FormatError(
-                    f"the file has only one rank's part of a tensor: {printable(fqn)!r}"
+                    f"the file has only one rank's part of a tensor: {printable(name_of(path))!r}"
                     f" ({printable(name)})",
                     hint=_ALL_RANKS,
                 )
-            paths[fqn] = path
             if isinstance(value, TensorView):
-                tensors[fqn] = TensorEntry(
-                    fqn, value.dtype, value.sizes, (Chunk(whole(value.sizes), extents[0]),)
-                )
+                found.whole(path, value, extents[0], name)
             else:
-                objects[fqn] = memory_file.value(fqn, value)
-    unknown = [printable(kind) for kind in others if "." in kind]
-    if unknown and not tensors and not others.tensors:
+                found.value(path, value, name)
+    unknown = [printable(kind) for kind in found.others if "." in kind]
+    if unknown and not found.tensors and not found.others.tensors:
         raise FormatError(
             f"no tensors of a known type, but {', '.join(unknown[:5])}"
             f" ({', '.join(map(printable, names))})",
@@ -131,21 +159,11 @@ def read_files(
                 else _ALL_RANKS
             ),
         )
-    compare_index(weight_map, tensors, INDEX)
-    is_nested = any(len(path) > 1 for path in paths.values())
-    archives = tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items())
-    return Catalog(
-        NAME,
-        tensors,
-        objects,
-        paths if is_nested else {},
-        sizes,
-        extras=describe_unknown(others) | _top_level(paths.values()),
-        archives=archives,
-        memory_files=memory_file.files,
-        unread=others.unread,
-        unknown=others.unknown,
-    )
+    compare_index(weight_map, found.tensors, INDEX)
+    found.extras = _top_level(found.paths.values())
+    catalog = found.finish(NAME)
+    is_nested = any(len(path) > 1 for path in found.paths.values())
+    return catalog if is_nested else replace(catalog, paths={})
 
 
 def _top_level(paths: Iterable[Path]) -> dict[str, str]:
@@ -160,58 +178,7 @@ def _top_level(paths: Iterable[Path]) -> dict[str, str]:
     return {}
 
 
-class UnreadValues(Counter[str]):
-    """Values that the reader skips: a counter by type, with the paths of tensors and values.
-
-    Attributes:
-        tensors, foreign: kinds of skipped tensors and of other values, by path.
-        numpy: paths of NumPy's numbers, which are read as Python's.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: dict[Path, str] = {}
-        self.foreign: dict[Path, str] = {}
-        self.numpy: list[Path] = []
-
-    def take(self, more: UnreadValues, above: Path) -> None:
-        """Adds the skipped values of another file, whose paths continue `above`."""
-        self.update(more)
-        self.tensors |= {(*above, *path): kind for path, kind in more.tensors.items()}
-        self.foreign |= {(*above, *path): kind for path, kind in more.foreign.items()}
-        self.numpy += [(*above, *path) for path in more.numpy]
-
-    @property
-    def unknown(self) -> dict[str, str]:
-        """The kinds of skipped values by name."""
-        return {name_of(path): kind for path, kind in self.foreign.items()}
-
-    @property
-    def unread(self) -> dict[str, str]:
-        """The kinds of skipped tensors by name."""
-        return {name_of(path): kind for path, kind in self.tensors.items()}
-
-
-def describe_unknown(others: Counter[str]) -> dict[str, str]:
-    """Returns a catalog's `extras` about values of unknown types."""
-    kinds = ", ".join(
-        f"{printable(kind)} ({count:,})" if count else printable(kind)
-        for kind, count in others.most_common(200)
-    )
-    numbers = (
-        {"NumPy numbers": f"{len(others.numpy):,}, read as Python's"}
-        if isinstance(others, UnreadValues) and others.numpy
-        else {}
-    )
-    return ({"other values": kinds} if kinds else {}) | numbers
-
-
 # ---- one file ------------------------------------------------------------------------------------
-
-
-def name_of(path: Path) -> str:
-    """Returns the name of an entry from its path of keys."""
-    return ".".join(map(str, path)) or "tensor"
 
 
 class OpenedFile:

@@ -24,7 +24,7 @@ import torch
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import PlanError, printable
-from ckpt_tools.integrations.common import options_of, ours
+from ckpt_tools.integrations.common import options_of, ours, refuse_release
 from ckpt_tools.loop.loading.load import load
 from ckpt_tools.loop.loading.reader import open_checkpoint
 from ckpt_tools.loop.manager import CheckpointManager
@@ -35,6 +35,7 @@ _managers: WeakKeyDictionary[Any, dict[str, tuple[CheckpointManager, Any]]] = We
 # of each loader: the generators of this rank, and that of the shuffle, when its epoch began
 _epoch_starts: WeakKeyDictionary[Any, tuple[Any, torch.Tensor | None]] = WeakKeyDictionary()
 _REFUSED = ("DEEPSPEED", "MEGATRON_LM", "XLA")
+_RELEASES = ("1.6", "2")  # the tests run 1.6.0 and 1.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,7 @@ def manager_of(accelerator: Any, root: str | os.PathLike[str], **options: Any) -
             hint="use accelerator.save_state",
         )
     if accelerator not in _managers:
+        refuse_release("accelerate", _RELEASES)
         _close_at_the_end(accelerator)
     made = _managers.setdefault(accelerator, {})
     key = os.fspath(root) if is_url(root) else os.path.abspath(root)
@@ -213,7 +215,7 @@ def load_state(
     if path is not None and not ours(path):
         log.warning("%s is Accelerate's own: Accelerator.load_state loads it", path)
         accelerator.load_state(os.fspath(path))
-        _fill_optimizers(accelerator, path)
+        fill_optimizers(accelerator, path)
         return Position(rng=RngState().state_dict())
     state = _state(accelerator) | {
         "rng": RngState(),
@@ -242,10 +244,14 @@ def load_state(
     return Position(resumed, place["epoch"], place["batch"], rng, start)
 
 
-def _fill_optimizers(accelerator: Any, path: str | os.PathLike[str]) -> None:
+def fill_optimizers(accelerator: Any, path: str | os.PathLike[str]) -> None:
     """Loads the optimizers that Accelerate has left empty, though the checkpoint has their state.
 
     Under FSDP1, it loads into what a fresh optimizer has, which is nothing.
+
+    Args:
+        accelerator: with the prepared models and optimizers.
+        path: the checkpoint that Accelerate has loaded.
 
     Raises:
         PlanError: an optimizer is still empty.
@@ -253,6 +259,8 @@ def _fill_optimizers(accelerator: Any, path: str | os.PathLike[str]) -> None:
     optimizers = _numbered(
         "optimizer", [getattr(o, "optimizer", o) for o in accelerator._optimizers]
     )
+    if all(optimizer.state for optimizer in optimizers.values()):
+        return
     with open_checkpoint(path) as checkpoint:
         stored = checkpoint.names()
 

@@ -6,7 +6,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from ckpt_tools.core.logs import log
 from ckpt_tools.errors import NotACheckpointError, PlanError, printable
 from ckpt_tools.formats.base import note_of
 from ckpt_tools.loop.loading.load import load
-from ckpt_tools.loop.loading.names import LEFT_OUT
 from ckpt_tools.loop.loading.reader import open_checkpoint
 from ckpt_tools.loop.manager import CheckpointManager
 from ckpt_tools.operations.convert.convert import convert
 from ckpt_tools.publish.step_names import number_in
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.steps import RunListing
 from ckpt_tools.storage import is_url
 
 _INDEX = ".metadata"
@@ -111,17 +112,21 @@ class Watch:
     """Asks a manager after each step whether to save, and whether the job was told to end.
 
     Attributes:
+        manager: of the run.
         is_pending: whether a save was asked for after the last step.
+        shown: the newest step that callbacks of the host could see complete; None for none.
     """
+
+    shown: int | None = None
 
     def __init__(self, manager: CheckpointManager) -> None:
         """Stores the manager."""
-        self._manager, self._signal, self.is_pending = manager, 0, False
+        self.manager, self._signal, self.is_pending = manager, 0, False
 
     def wants_save(self, step: int) -> bool:
         """Tells on all ranks whether to save now."""
-        self._signal = self._manager.preempted()
-        self.is_pending = self._manager.should_save(step) or bool(self._signal)
+        self._signal = self.manager.preempted()
+        self.is_pending = self.manager.should_save(step) or bool(self._signal)
         return self.is_pending
 
     def end_if_preempted(self) -> None:
@@ -131,7 +136,7 @@ class Watch:
             SystemExit: with 128 and the number of the signal.
         """
         if self._signal:
-            self._manager.wait()
+            self.manager.wait()
             raise SystemExit(128 + self._signal)
 
 
@@ -184,13 +189,30 @@ def load_keys(
         if manager.rank == 0:
             log.info("%s: loaded %s", printable(where), ", ".join(there))
         # a host loads the keys one after the other: none of them leaves the others out
-        for note in (n for n in report.notes if not n.startswith(LEFT_OUT)):
+        for note in (n for n in report.notes if n != report.left_out_note):
             if manager.rank == 0:
                 log.warning("%s: %s", printable(where), note)
 
 
+def note_host_files(manager: CheckpointManager, name: str) -> None:
+    """Notes the files that the callbacks of a trainer have written into a step: they belong to it.
+
+    Only rank 0 calls it, once the step is complete.
+
+    Args:
+        manager: of the run.
+        name: of the step.
+    """
+    root = open_root(manager.root, manager.storage_options)
+    step = RunListing(root).find(name)
+    if step is not None and step.manifest is not None:
+        root.note_host_files(name, step.manifest)
+
+
 def refuse_release(package: str, releases: tuple[str, str]) -> None:
     """Refuses a release of a host whose own methods this tool does not know.
+
+    A copy of its source that is not installed tells no release: that is logged.
 
     Args:
         package: of the host.
@@ -199,7 +221,13 @@ def refuse_release(package: str, releases: tuple[str, str]) -> None:
     Raises:
         PlanError: another release is installed.
     """
-    found = version(package)
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        log.warning(
+            "the release of %s is not known: expected %s or newer, below %s", package, *releases
+        )
+        return
     numbers = [tuple(map(int, re.findall(r"\d+", text)[:2])) for text in (found, *releases)]
     if not numbers[1] <= numbers[0] < numbers[2]:
         raise PlanError(

@@ -5,8 +5,7 @@
 
 At the end of a job with Fabric, call `fabric.strategy.teardown()`: it waits for the last save.
 `ModelCheckpoint` decides when, and which stay. A save holds training only for a copy in memory. A
-checkpoint has the names of Lightning's own, and `meta.pt`, so stock Lightning loads it. Written
-against Lightning 2.6.6.
+checkpoint has the names of Lightning's own, and `meta.pt`, so stock Lightning loads it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import PlanError, UnsafePickleError, printable
-from ckpt_tools.integrations.common import options_of, ours
+from ckpt_tools.integrations.common import options_of, ours, refuse_release
 from ckpt_tools.loop.loading.load import load
 from ckpt_tools.loop.loading.reader import open_checkpoint
 from ckpt_tools.loop.manager import CheckpointManager
@@ -32,6 +31,7 @@ from ckpt_tools.publish.step_names import number_in
 from ckpt_tools.storage import is_url
 
 _META = "meta.pt"
+_RELEASES = ("2.4", "3")  # the tests run 2.4.0 and 2.6.6
 _Strategy: Any = Any if TYPE_CHECKING else object
 
 
@@ -270,9 +270,13 @@ def __getattr__(name: str) -> Any:
     try:
         from lightning.fabric import strategies as of_fabric
         from lightning.pytorch import strategies as of_trainer
+
+        refuse_release("lightning", _RELEASES)
     except ImportError:
         from lightning_fabric import strategies as of_fabric
         from pytorch_lightning import strategies as of_trainer
+
+        refuse_release("pytorch-lightning", _RELEASES)
     base = _FabricCheckpoints if fabric else _TrainerCheckpoints
     more = {"_model_key": "model"} if kind == "FSDPStrategy" and not fabric else {}
     return type(name, (base, getattr(of_fabric if fabric else of_trainer, kind)), more)

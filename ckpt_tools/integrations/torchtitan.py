@@ -2,7 +2,7 @@
 
 All options of the base keep their meaning, and folders may be remote, with Hugging Face formats,
 too. A last save of only the model goes to `step-N-model`, or `step-N-hf`, beside the steps: nothing
-can continue from it. Written against torchtitan 0.3.
+can continue from it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.components.checkpointer.base import BaseCheckpointManager, ModelWrapper
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.tools import filesystem
 
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, PlanError, StorageError
-from ckpt_tools.integrations.common import options_of
+from ckpt_tools.integrations.common import options_of, refuse_release
 from ckpt_tools.loop.loading.load import load
 from ckpt_tools.loop.manager import CheckpointManager
 from ckpt_tools.loop.steps.runs import latest, steps
 from ckpt_tools.operations.merge_reshard import merge
 from ckpt_tools.storage import is_url
 
+refuse_release("torchtitan", ("0.3", "0.4"))  # before its modules, which move between releases
+from torchtitan.components.checkpointer.base import (  # noqa: E402
+    BaseCheckpointManager,
+    ModelWrapper,
+)
+from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
+from torchtitan.tools import filesystem  # noqa: E402
+
 _SHARD_BYTES = 5 << 30  # of a Hugging Face directory
+_MODES = ("disabled", "async", "async_with_pinned_mem")  # of the stock manager
 
 
 class CkptToolsManager(BaseCheckpointManager):  # type: ignore[misc]
@@ -38,8 +44,12 @@ class CkptToolsManager(BaseCheckpointManager):  # type: ignore[misc]
 
         options: dict[str, Any] = field(default_factory=dict)
         """More options of ckpt_tools.CheckpointManager, such as storage_options or mirror."""
+        async_mode: str = "async"
+        """As in the stock manager: "disabled" saves before training goes on."""
 
         def __post_init__(self: Any) -> None:
+            if self.async_mode not in _MODES:
+                raise ValueError(f"async_mode: expected one of {', '.join(_MODES)}")
             # The base refuses Hugging Face formats on remote paths. Ours are written there.
             save_in_hf, load_in_hf = self.last_save_in_hf, self.initial_load_in_hf
             self.last_save_in_hf &= not is_url(self.folder)
@@ -80,6 +90,7 @@ class CkptToolsManager(BaseCheckpointManager):  # type: ignore[misc]
         self.manager: Any = None
         if not config.load_only:
             kept = {"keep_last": config.keep_latest_k or None, "step_format": "step-{}"}
+            kept["asynchronous"] = config.async_mode != "disabled"
             self.manager = CheckpointManager(self.folder, **options_of(config.options, **kept))
 
     # ---- saving ----------------------------------------------------------------------------------

@@ -7,23 +7,34 @@ A reference has the address and the digest of a step, and uploads nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
+from ckpt_tools.core.logs import log
 from ckpt_tools.errors import redacted
 from ckpt_tools.loop.saving.save import SaveReport
 from ckpt_tools.storage import is_url
 
+_REFUSED = re.compile(r"[^A-Za-z0-9_\-. :/]")  # by MLflow, in the name of a metric
+_MAX_NAME = 250
+
 
 def numbers(report: SaveReport) -> dict[str, float]:
-    """Returns the numbers of a save: seconds, bytes, and steps that a mirror does not have yet."""
-    return {
+    """Returns the numbers of a save: seconds, bytes, and steps that a mirror does not have yet.
+
+    Its metrics lie beside them. One with the name of such a number gets the prefix `metric_`.
+    """
+    found = {
         "checkpoint/stall_s": report.stall_s,
         "checkpoint/seconds": report.seconds,
         "checkpoint/bytes": float(report.nbytes),
         "checkpoint/mirror_lag_steps": float(report.mirror_lag_steps),
-        **{f"checkpoint/{name}": value for name, value in report.metrics.items()},
     }
+    for name, value in report.metrics.items():
+        is_taken = f"checkpoint/{name}" in found
+        found[f"checkpoint/metric_{name}" if is_taken else f"checkpoint/{name}"] = value
+    return found
 
 
 def facts(report: SaveReport) -> dict[str, Any]:
@@ -54,13 +65,26 @@ def wandb_scalars(run: Any) -> Callable[[SaveReport], None]:
 
 
 def mlflow_scalars(run_id: str | None = None) -> Callable[[SaveReport], None]:
-    """Logs the numbers of each save to a run of MLflow; to the active run if None."""
+    """Logs the numbers of each save to a run of MLflow; to the active run if None.
+
+    MLflow refuses some characters in names: each becomes `_`, and a warning says so once.
+    """
     import mlflow
 
     run_id = run_id or mlflow.active_run().info.run_id  # the writer has a thread of its own
+    renamed: dict[str, str] = {}
 
     def write(report: SaveReport) -> None:
-        mlflow.log_metrics(numbers(report), step=report.step, run_id=run_id)
+        found: dict[str, float] = {}
+        for name, value in numbers(report).items():
+            plain = _REFUSED.sub("_", name)[:_MAX_NAME]
+            while plain in found:
+                plain = f"{plain[: _MAX_NAME - 1]}_"
+            found[plain] = value
+            if plain != name and name not in renamed:
+                renamed[name] = plain
+                log.warning("MLflow takes no name such as %r: it is logged as %r", name, plain)
+        mlflow.log_metrics(found, step=report.step, run_id=run_id)
 
     return write
 

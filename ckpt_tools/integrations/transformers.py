@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools.core.logs import log
 from ckpt_tools.core.naming import strip_wrappers
 from ckpt_tools.errors import NotACheckpointError, PlanError
+from ckpt_tools.integrations.accelerate import fill_optimizers
 from ckpt_tools.integrations.common import (
     Watch,
     choose_newest,
@@ -24,6 +25,7 @@ from ckpt_tools.integrations.common import (
     load_keys,
     local_copy,
     move_foreign,
+    note_host_files,
     options_of,
     ours,
     put_model,
@@ -127,7 +129,8 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
         manager.save(step, state, overwrite=True, only=self._only(), files=self._files)
         self._watch.is_pending = False
         if any(map(_may_read_checkpoints, self.callback_handler.callbacks)):
-            manager.wait()
+            manager.wait(removals=True)  # they look at all steps, while a callback may write
+            self._watch.shown = step
         if self.args.push_to_hub and self.args.hub_strategy != "end":
             manager.wait()
             self._push(os.path.join(manager.root, f"{_PREFIX}{step}"))
@@ -236,6 +239,8 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
             load_keys(self.checkpoints, where, state, list(self._training_state()))
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
+            if checkpoint and self.is_fsdp_enabled:
+                fill_optimizers(self.accelerator, checkpoint)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if not ours(checkpoint):  # ours came with the optimizer
@@ -309,6 +314,9 @@ def _callback(watch: Watch) -> Any:
             return control
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            # the last of the callbacks: others have written by now
+            if state.is_world_process_zero and watch.shown == state.global_step:
+                note_host_files(watch.manager, f"{_PREFIX}{state.global_step}")
             watch.end_if_preempted()
 
     return Callback()

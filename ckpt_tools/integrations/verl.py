@@ -3,7 +3,7 @@
 It is a plug-in of verl (`verl.plugins`), so nothing has to be imported. verl keeps its folders,
 `global_step_N/actor`, and writes `latest_checkpointed_iteration.txt` itself. With
 `CKPT_VERL_ROOT=s3://bucket/run`, the checkpoints go there, and only verl's own small files stay on
-the disk. Written against verl 0.9.1.
+the disk.
 
 A save blocks, because verl tells its tracker file at once that the step is complete.
 """
@@ -15,14 +15,15 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.logs import log
-from ckpt_tools.integrations.common import contents, ours
+from ckpt_tools.integrations.common import contents, ours, refuse_release
 from ckpt_tools.loop.loading.load import load
 from ckpt_tools.loop.saving.single_save import save
 from ckpt_tools.loop.state.state_dict import Only, RngState
-from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.run.roots import open_root
 from ckpt_tools.storage import is_url
 
 _Manager: Any = Any if TYPE_CHECKING else object
+_RELEASES = ("0.9", "0.10")  # the tests run 0.9.1
 _ROOT, _STEP = "CKPT_VERL_ROOT", "global_step_"
 
 
@@ -43,7 +44,11 @@ class Checkpoints(_Manager):  # type: ignore[misc]
         if local_path is None:
             return
         if self.should_save_hf_model:
-            log.warning("hf_model: run `ckpt convert %s OUT --to hf` instead", local_path)
+            log.warning(
+                "hf_model: run `ckpt convert %s OUT --to hf --base %s` instead",
+                local_path,
+                local_path,
+            )
         path, wanted = where(local_path), self.checkpoint_save_contents
         only = Only.TRAINABLE if self.should_save_lora_only and self._has_lora() else None
         save(path, self._state(wanted), overwrite=True, only=only, files=self._files)
@@ -111,6 +116,7 @@ def where(local_path: str) -> str:
 
 def take_over() -> None:
     """Puts our manager in the place of verl's, for all engines that are made after this."""
+    refuse_release("verl", _RELEASES)
     from verl.utils.checkpoint import fsdp_checkpoint_manager as module
 
     stock = module.FSDPCheckpointManager

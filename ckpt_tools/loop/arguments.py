@@ -7,8 +7,8 @@ import operator
 import os
 from collections.abc import Callable
 
-from ckpt_tools.publish.retention_rules import Retention, check_rules
 from ckpt_tools.publish.step_names import STEP_PATTERNS, number_in
+from ckpt_tools.run.retention import Retention, check_rules
 from ckpt_tools.storage import check_url, is_url
 
 _MAX_STEP = 10**18
@@ -78,6 +78,20 @@ def _check_keep_last(keep_last: int | None) -> None:
         )
 
 
+def _check_mirror(root: str | os.PathLike[str], mirror: str) -> None:
+    if not isinstance(mirror, str) or not mirror:
+        raise TypeError(f"mirror: expected a URL, such as s3://bucket/run, got {mirror!r}")
+    if is_url(root):
+        raise ValueError(
+            f"mirror: only a run on a disk has a mirror, and the root is {str(root)!r}"
+        )
+    if not is_url(mirror):
+        raise ValueError(
+            f"mirror: expected the URL of an object store, such as s3://bucket/run; {mirror!r} is"
+            " a path"
+        )
+
+
 def check_manager(
     root: str | os.PathLike[str],
     keep_last: int | None,
@@ -91,10 +105,8 @@ def check_manager(
     for place in (root, mirror):
         if is_url(place):
             check_url(place)
-    if mirror is not None and (is_url(root) or not is_url(mirror)):
-        raise ValueError(
-            f"mirror: expected a URL, and a root on a disk; got {mirror!r} and {str(root)!r}"
-        )
+    if mirror is not None:
+        _check_mirror(root, mirror)
     _check_keep_last(keep_last)
     for name, value in numbers.items():
         least = 0 if name in ("timeout_s", "retry_s", "save_every_s") else 1

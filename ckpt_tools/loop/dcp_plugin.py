@@ -48,6 +48,7 @@ from torch.futures import Future
 from ckpt_tools.core.box import Box
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.logs import log
+from ckpt_tools.core.naming import is_norm_buffer
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.base import new_attempt
@@ -57,7 +58,7 @@ from ckpt_tools.formats.registry import Source
 from ckpt_tools.loop.loading.load_request import LoadReport
 from ckpt_tools.loop.loading.proof import LoadProof
 from ckpt_tools.loop.loading.read_shards import fill
-from ckpt_tools.loop.saving.copies import Proof, copies_differ, differing_note, digests
+from ckpt_tools.loop.saving.replicas import Proof, differing_note, digests, replicas_differ
 from ckpt_tools.loop.saving.write import (
     NOTHING,
     RankFile,
@@ -68,6 +69,7 @@ from ckpt_tools.loop.saving.write import (
     write_part,
 )
 from ckpt_tools.loop.state.archives import check_loadable, unpack
+from ckpt_tools.loop.state.ema import refuse_applied
 from ckpt_tools.loop.state.shard_info import ShardInfo
 from ckpt_tools.loop.state.shards import Shard
 from ckpt_tools.loop.state.staging import Stager
@@ -85,12 +87,12 @@ _TRUST = "save plain values and tensors, or pass trust_pickle=True to the writer
 class _Order(NamedTuple):
     """The coordinator's message to a rank: the attempt, and the rank's number.
 
-    `copies` has the numbers of the rank's tensors that other ranks hold, too.
+    `replicas` has the numbers of the rank's tensors that other ranks hold, too.
     """
 
     attempt: str
     rank: int
-    copies: tuple[int, ...]
+    replicas: tuple[int, ...]
 
 
 class _WriteResult(NamedTuple):
@@ -101,8 +103,8 @@ class _WriteResult(NamedTuple):
     part: RankFile | None
 
 
-class _CopyResult(NamedTuple):
-    """A rank's message to the coordinator: the checksums of the copies that it holds."""
+class _ReplicaResult(NamedTuple):
+    """A rank's message to the coordinator: the checksums of the replicas that it holds."""
 
     digests: dict[MetadataIndex, tuple[int, str, tuple[int, ...]]]  # with type and shape
 
@@ -207,17 +209,19 @@ class StorageWriter(storage.StorageWriter):
             (item, owners[item.index])
             for plan in plans
             for item in plan.items
-            if count[item.index] > 1 and _may_differ(item.index.fqn)
+            if count[item.index] > 1 and is_norm_buffer(item.index.fqn)
         ]
         found = []
         for rank, (plan, mine) in enumerate(zip(plans, held, strict=True)):
-            others = [i for i in plan.items if count[i.index] < 2 or not _may_differ(i.index.fqn)]
-            copies = tuple(n for n, index in enumerate(mine) if count[index] > 1)
+            others = [
+                i for i in plan.items if count[i.index] < 2 or not is_norm_buffer(i.index.fqn)
+            ]
+            replicas = tuple(n for n, index in enumerate(mine) if count[index] > 1)
             found.append(
                 dataclasses.replace(
                     plan,
                     items=[*others, *(item for item, owner in moved if owner == rank)],
-                    storage_data=_Order(attempt, rank, copies),
+                    storage_data=_Order(attempt, rank, replicas),
                 )
             )
         return found
@@ -236,6 +240,7 @@ class StorageWriter(storage.StorageWriter):
         objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         pieces = [_info(item) for item in tensors]
         values = [planner.resolve_data(item) for item in plan.items]
+        refuse_applied(value for value in values if isinstance(value, torch.Tensor))
         for item, value in zip(plan.items, values, strict=True):
             if isinstance(value, io.BytesIO) and not self._trust_pickle:
                 check_loadable(value.getvalue(), item.index.fqn, _TRUST)
@@ -268,18 +273,18 @@ class StorageWriter(storage.StorageWriter):
             )
             for number, (item, start, nbytes, share) in enumerate(told)
         ]
-        if order.copies and self._proof is not Proof.TRUST:
-            copies = [self._items[number] for number in order.copies]
-            held = [planner.resolve_data(item) for item in copies]
+        if order.replicas and self._proof is not Proof.TRUST:
+            replicas = [self._items[number] for number in order.replicas]
+            held = [planner.resolve_data(item) for item in replicas]
             found = digests([value.detach() for value in held if isinstance(value, torch.Tensor)])
-            infos = map(_info, copies)
-            proof = _CopyResult(
+            infos = map(_info, replicas)
+            proof = _ReplicaResult(
                 {
                     item.index: (digest, info.dtype, info.shape)
-                    for item, digest, info in zip(copies, found, infos, strict=True)
+                    for item, digest, info in zip(replicas, found, infos, strict=True)
                 }
             )
-            results.append(WriteResult(copies[0].index, 0, proof))
+            results.append(WriteResult(replicas[0].index, 0, proof))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -294,7 +299,7 @@ class StorageWriter(storage.StorageWriter):
         """
         assert self._staged is not None
         try:
-            _check_copies(results)
+            _check_replicas(results)
         except PlanError:
             self._close()
             raise
@@ -303,7 +308,7 @@ class StorageWriter(storage.StorageWriter):
         metadata.storage_data = {}
         for rank, wrote in enumerate(results):
             for result in wrote:
-                if isinstance(result.storage_data, _CopyResult):
+                if isinstance(result.storage_data, _ReplicaResult):
                     continue
                 info, share, part = result.storage_data
                 parts[rank] = part or parts[rank]
@@ -337,36 +342,28 @@ class StorageWriter(storage.StorageWriter):
         return "::" not in str(checkpoint_id)
 
 
-def _may_differ(fqn: str) -> bool:
-    """Tells whether a tensor may differ between ranks in an honest job.
-
-    A plan does not say what a buffer is. So only the buffers of torch's batch norms are known.
-    """
-    return fqn.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
-
-
-def _check_copies(results: Sequence[Sequence[WriteResult]]) -> None:
-    """Compares the checksums of the copies of all ranks.
+def _check_replicas(results: Sequence[Sequence[WriteResult]]) -> None:
+    """Compares the checksums of the replicas of all ranks.
 
     Raises:
         PlanError: they differ.
     """
-    copies: dict[MetadataIndex, list[tuple[int, object]]] = {}
+    replicas: dict[MetadataIndex, list[tuple[int, object]]] = {}
     for rank, wrote in enumerate(results):
         for result in wrote:
-            if isinstance(result.storage_data, _CopyResult):
+            if isinstance(result.storage_data, _ReplicaResult):
                 for index, digest in result.storage_data.digests.items():
-                    copies.setdefault(index, []).append((rank, digest))
+                    replicas.setdefault(index, []).append((rank, digest))
     wrong, free = list[tuple[str, list[int]]](), dict[str, None]()
-    for index, found in copies.items():
+    for index, found in replicas.items():
         (first, one), *others = found
         differing = [rank for rank, other in others if other != one]
-        if differing and _may_differ(index.fqn):
+        if differing and is_norm_buffer(index.fqn):
             free[index.fqn] = None
         elif differing:
             wrong.append((index.fqn, [first, *differing]))
     if wrong:
-        raise copies_differ(wrong)
+        raise replicas_differ(wrong)
     if free:
         log.warning("%s", differing_note(list(free)))
 

@@ -50,28 +50,30 @@ from ckpt_tools.loop.preemption import Preemption
 from ckpt_tools.loop.save_times import SaveTimes
 from ckpt_tools.loop.saving.background import BackgroundWriter, PendingSave
 from ckpt_tools.loop.saving.collect import Collected, Collector, SaveRequest
-from ckpt_tools.loop.saving.copies import Proof
 from ckpt_tools.loop.saving.hooks import Hooks, OnCommit, OnError
 from ckpt_tools.loop.saving.huggingface_copies import HuggingFace, HuggingFaceWriter
 from ckpt_tools.loop.saving.limits import WriteLimits
-from ckpt_tools.loop.saving.save import SaveReport
-from ckpt_tools.loop.search import StepSearch
+from ckpt_tools.loop.saving.replicas import Proof
+from ckpt_tools.loop.saving.save import Save, SaveReport
 from ckpt_tools.loop.signals import SignalWatch
 from ckpt_tools.loop.state.device_statistics import measure_on_device
 from ckpt_tools.loop.state.late_staging import LateStaging
 from ckpt_tools.loop.state.staging import StagedTensors, Stager
 from ckpt_tools.loop.state.state_dict import check_state
 from ckpt_tools.loop.steps import rollback
-from ckpt_tools.loop.steps.candidates import Candidates
+from ckpt_tools.loop.steps.history import RunHistory
 from ckpt_tools.loop.steps.mirror import Mirror
+from ckpt_tools.loop.steps.search import StepSearch
 from ckpt_tools.loop.steps.waiting import retry_outage
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.publish.destinations import open_root, refuse_tilde
-from ckpt_tools.publish.retention_rules import Retention
-from ckpt_tools.publish.run_root import RunRoot, log_leftovers
+from ckpt_tools.publish.destinations import refuse_tilde
 from ckpt_tools.publish.step_names import STEP_PATTERNS
-from ckpt_tools.publish.steps import Step, find_latest, list_steps
 from ckpt_tools.ranks.gloo import GlooGroup
+from ckpt_tools.run.base import RunRoot, log_leftovers
+from ckpt_tools.run.retention import Retention
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import Step
+from ckpt_tools.run.steps import find_latest, list_steps
 from ckpt_tools.storage import is_url, local_path
 
 
@@ -225,10 +227,10 @@ class CheckpointManager:
         self._timeout_s, self._collector = timeout_s, Collector(self._group, proof)
         there = open_root(mirror, storage_options) if mirror is not None else None
         self.statistics = statistics
-        self._candidates = Candidates(self._root, there, storage_options, allow_not_finite)
-        self._search = StepSearch(self._candidates, self._group, storage_options)
+        self._history = RunHistory(self._root, there, storage_options, allow_not_finite)
+        self._search = StepSearch(self._history, self._group, storage_options)
         self._writer = BackgroundWriter(
-            self._candidates,
+            self._history,
             self._jobs,
             self.retry_s,
             max_failures,
@@ -268,6 +270,7 @@ class CheckpointManager:
             if self._group.rank == 0:
                 retry_outage(f"cannot open {self.root}", self._open_root, self.retry_s)
                 if there is not None:
+                    there.check_writable()
                     self._mirror = Mirror(there, mirror_every, lambda: self._writer.retained)
                     self._writer.mirror = self._mirror
                     self._mirror.start(self._root)
@@ -370,11 +373,12 @@ class CheckpointManager:
             laps = Laps()
             self.wait()
             laps.lap("wait")
-            if step == self._writer.last_step and not overwrite and name is None:
-                log.warning(
-                    "step %d is saved already, and not saved again; overwrite=True replaces it",
-                    step,
-                )
+            if step == self._history.last_step and not overwrite and name is None:
+                if self._group.rank == 0:
+                    log.warning(
+                        "step %d is saved already, and not saved again; overwrite=True replaces it",
+                        step,
+                    )
                 return True
             self._save_times.began()
             try:
@@ -408,15 +412,13 @@ class CheckpointManager:
         if measured is not None:
             measured.hold_updates()
         laps.lap("copy")
+        extras = replace(collected.extras, timing=laps.seconds, measured=measured)
         return PendingSave(
             step,
             request.what,
             request.is_numbered,
-            collected.layout,
+            Save(step, collected.layout, collected.objects, overwrite, extras),
             staged,
-            collected.objects,
-            overwrite,
-            replace(collected.extras, timing=laps.seconds, measured=measured),
             time.monotonic() - began if is_background else 0.0,
         )
 
@@ -425,7 +427,7 @@ class CheckpointManager:
         if overwrite:
             return
         if is_numbered and not self._root.checks_at_commit:
-            self._writer.refuse_older(step)
+            self._history.refuse_older(step)
         if self._writer.is_taken(what):
             raise StorageError(
                 f"step {step} is there already: {printable(self._writer.target(what).url)}",
@@ -537,7 +539,7 @@ class CheckpointManager:
     @property
     def last_step(self) -> int | None:
         """The step that was saved last or resumed from; None if there is none yet."""
-        return self._writer.last_step
+        return self._history.last_step
 
     @property
     def rank(self) -> int:
@@ -567,8 +569,11 @@ class CheckpointManager:
         """Numbers of steps that retention never removes, such as the best one; rank 0's count."""
         return self._writer.protected
 
-    def wait(self) -> None:
+    def wait(self, removals: bool = False) -> None:
         """Waits until the background save is committed.
+
+        Args:
+            removals: wait also until rank 0 has removed the old steps.
 
         Raises:
             CheckpointError: the save failed; raised once, with its own traceback. With
@@ -576,6 +581,8 @@ class CheckpointManager:
         """
         self._writer.refuse_hooks("wait")
         self._writer.wait()
+        if removals:
+            self._writer.wait_for_removals()
 
     # ---- resuming --------------------------------------------------------------------------------
 
@@ -660,11 +667,9 @@ class CheckpointManager:
         self.last_load = report
         for note in report.notes if self._group.rank == 0 else ():
             log.warning("%s: %s", os.path.basename(found), note)
-        self._writer.resumed, self._writer.last_step = (
+        self._history.resumed, self._history.last_step = (
             (found, number) if path is None else (None, None)
         )
-        if self._mirror is not None:
-            self._mirror.resumed = self._writer.resumed
         return number
 
     def branch_from(self, number: int | None) -> None:
@@ -678,7 +683,7 @@ class CheckpointManager:
         self.wait()
         with self._group.phase("begin a branch"):
             if self._group.rank == 0:
-                self._candidates.leave_newer(-1 if number is None else number)
+                self._history.leave_newer(-1 if number is None else number)
 
     def newest_sound(self, verify: bool = True) -> tuple[int, Path | str] | None:
         """Returns on all ranks the number and path of the newest sound step; None if there is none.

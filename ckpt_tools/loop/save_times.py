@@ -9,7 +9,7 @@ import time
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, printable
-from ckpt_tools.publish.run_root import RunRoot
+from ckpt_tools.run.base import RunRoot
 
 SAVE_NOW = ".save-now"
 _LOOK_S = 10.0  # between two requests to an object store

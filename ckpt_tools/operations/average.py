@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Unpack
 
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.catalog import Catalog, Extent, TensorEntry, one_chunk
 from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.naming import find_model, key_path
+from ckpt_tools.core.naming import find_model, key_path, shared_key
 from ckpt_tools.core.plan import Plan, plan_values
+from ckpt_tools.core.quantized import described, may_be_codes, weights_in
 from ckpt_tools.core.selection import check_globs, chooser, keep, matcher, refuse_unread
 from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
 from ckpt_tools.engine.mean import MeanStore, MeanTerm
@@ -31,11 +32,12 @@ from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.convert.options import Conversion, check_request
 from ckpt_tools.operations.convert.targets import TARGETS
 from ckpt_tools.operations.merge_reshard import check_kept, left_out, model_view, target_dtype
-from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.sealed_source import open_sealed
-from ckpt_tools.publish.steps import list_steps, refuse_unreadable
 from ckpt_tools.ranks.base import ALONE, Group
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import refuse_unreadable
+from ckpt_tools.run.steps import list_steps
 from ckpt_tools.transfer.options import Path_
 from ckpt_tools.transfer.prove import (
     SealedFingerprint,
@@ -98,7 +100,6 @@ def average(
         **how,
         "model_only": True,
         "keep_prefix": True,
-        "base_flag": "--config-from",
     }
     for key in ("select", "exclude", "dtype", "keep_dtype"):
         rest.pop(key, None)  # type: ignore[misc]
@@ -113,7 +114,7 @@ def average(
         factors = [divisor * (1.0 - scale), *(scale * factor for factor in factors)]
         paths = [base_model, *paths]
     elif scale != 1.0:
-        raise PlanError("--scale is for --base: give both")
+        raise PlanError("--scale is for --pretrained: give both")
     group = how.get("group") or ALONE
     with group.phase("open all"):
         found = [_open(path, how) for path in paths]
@@ -180,8 +181,8 @@ def _chosen_steps(
     if last is not None:
         if not least <= last <= len(complete):
             raise PlanError(
-                f"--last {last}: expected from {least} to {len(complete)}, the number of complete"
-                " steps"
+                f"--last {last}: expected at least {least}, and at most the number of complete"
+                f" steps, {len(complete)}"
             )
         return [complete[number].path for number in sorted(complete)[-last:]]
     wanted = _numbers(steps or "")
@@ -320,10 +321,19 @@ class _Mean:
 
         Raises:
             IntegrityError: they are not what was written.
+            PlanError: matrices differ that may be codes of quantized weights.
         """
         for computed in self._computed:
             computed.watch.prove({})
         self._store.share(group)
+        differing = {fqn for fqn, _ in self._store.notes.differing}
+        codes = may_be_codes(self._terms[-1].view.tensors.values())
+        if wrong := [fqn for fqn in codes if fqn in differing]:
+            raise PlanError(
+                "no mean of matrices of integers that differ, beside numbers: they may be codes of"
+                f" quantized weights, which mean nothing without their own scales: {_some(wrong)}",
+                hint="average the models before you quantize",
+            )
         for term, computed in zip(self._terms, self._computed, strict=True):
             prove_fingerprints(term.source, term.fingerprints, computed.fingerprints.join())
 
@@ -357,7 +367,7 @@ def _models_of(opened: Sequence[Source], how: Conversion) -> tuple[list[Catalog]
     """
     found = [model_view(source.catalog, keep_prefix=False) for source in opened]
     if len({frozenset(view.tensors) for view, _ in found}) > 1:
-        keys = [".".join(find_model(source.catalog)) or None for source in opened]
+        keys = [".".join(find_model(s.catalog) or shared_key(s.catalog)) or None for s in opened]
         by_key = [
             model_view(source.catalog, keep_prefix=False, key=key)
             for source, key in zip(opened, keys, strict=True)
@@ -390,6 +400,12 @@ def _checked_view(source: Source, view: Catalog) -> Catalog:
         raise PlanError(
             f"no tensor of a model is left ({redacted(source.path)})",
             hint=f"ckpt inspect {redacted(source.path)}",
+        )
+    if weights := weights_in(view.tensors.values()):
+        raise PlanError(
+            f"no mean of quantized weights: {described(weights)}, such as"
+            f" {printable(weights[0].codes)!r} in {redacted(source.path)}",
+            hint="average the models before you quantize",
         )
     for fqn, entry in view.tensors.items():
         name = entry.dtype.name
@@ -458,5 +474,5 @@ def _computed_catalog(
         box = whole(shape)
         sizes[fqn] = box.numel * dtypes[fqn].itemsize
         extent = Extent(fqn, 0, sizes[fqn])
-        entries[fqn] = TensorEntry(fqn, dtypes[fqn], shape, (Chunk(box, extent),))
+        entries[fqn] = TensorEntry(fqn, dtypes[fqn], shape, one_chunk(box, extent))
     return Catalog(newest.format, entries, file_sizes=sizes, world_size=1)

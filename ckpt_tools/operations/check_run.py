@@ -11,15 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from ckpt_tools.core.naming import is_norm_buffer
 from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.run_bytes import WEIGHTS, optimizers_in, state_kind
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import Step, lasting_damage, list_steps, no_steps
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import Step, lasting_damage
+from ckpt_tools.run.steps import list_steps, no_steps
 from ckpt_tools.transfer.options import Path_
 
 _MOMENT = re.compile(r"(?:^|\.)state\.(.+)\.(?:exp_avg|momentum_buffer)$")
-_OF_NORMS = ("running_mean", "running_var", "num_batches_tracked")  # buffers, which nothing trains
 _LEAST_STEPS = 3  # with measured changes, before another one is called unusual
 _WINDOW, _NEWEST = 8, 3  # changes to compare with, and steps to look at: an alarm must end
 
@@ -101,7 +102,7 @@ def check_steps(
     steps = list_steps(open_root(root, storage_options))
     if not steps:
         raise no_steps(str(root))
-    found = [problem for step in steps for problem in _of_step(step, verify)]
+    found = [problem for step in steps for problem in step_problems(step, verify)]
     if every is not None:
         found += _missing(steps, every)
     sound = [step for step in steps if step.counts]
@@ -110,7 +111,13 @@ def check_steps(
     return sorted(found, key=lambda problem: problem.step), steps
 
 
-def _of_step(step: Step, verify: bool) -> Iterator[RunProblem]:
+def step_problems(step: Step, verify: bool) -> Iterator[RunProblem]:
+    """Yields the problems of one step.
+
+    Args:
+        step: the step.
+        verify: also read every byte.
+    """
     if step.problem:
         yield RunProblem(step.number, "unreadable" if step.error else "incomplete", step.problem)
         return
@@ -134,11 +141,16 @@ def _of_step(step: Step, verify: bool) -> Iterator[RunProblem]:
 
 
 def _missing(steps: Sequence[Step], every: int) -> Iterator[RunProblem]:
-    numbers = {step.number for step in steps}
-    first = -(-min(numbers) // every) * every
-    for number in range(first, max(numbers) + 1, every):
-        if number not in numbers:
-            yield RunProblem(number, "missing", f"there is no such step, and --every is {every}")
+    """Yields the first missing step of each gap; a step of the far future is one gap."""
+    numbers = sorted({step.number for step in steps if step.number % every == 0})
+    first = -(-min(step.number for step in steps) // every) * every
+    last = max(step.number for step in steps) // every * every
+    for before, after in pairwise([first - every, *numbers, last + every]):
+        count = (after - before) // every - 1
+        if count > 0:
+            more = f", nor the next {count - 1:,} up to {after - every}" * (count > 1)
+            text = f"there is no such step{more}, and --every is {every}"
+            yield RunProblem(before + every, "missing", text)
 
 
 def trained_names(step: Step) -> set[str]:
@@ -183,7 +195,7 @@ def _weights_in(step: Step) -> set[str]:
     return {
         name
         for name in step.manifest.tensors
-        if state_kind(name, optimizers) == WEIGHTS and name.rpartition(".")[2] not in _OF_NORMS
+        if state_kind(name, optimizers) == WEIGHTS and not is_norm_buffer(name)
     }
 
 

@@ -23,18 +23,23 @@ from ckpt_tools.engine.crc_watch import RecordCrcWatch
 from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, tile_bytes
 from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable, redacted
-from ckpt_tools.formats.base import LOCK, MANIFEST, attempt_for, attempt_of, new_attempt, note_of
+from ckpt_tools.formats.base import LOCK, MANIFEST, attempt_for, new_attempt, note_of
 from ckpt_tools.formats.registry import INDEXES, Source, open_source
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.verification import Verification
-from ckpt_tools.publish.base import Attempt, CopyTarget, Destination
+from ckpt_tools.publish.base import Attempt, CopyTarget, Destination, RootLock
+from ckpt_tools.publish.bucket.leftovers import has_index
 from ckpt_tools.publish.check_manifest import hash_files
 from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.publish.find_manifest import manifest_of
-from ckpt_tools.publish.leftovers import has_index
-from ckpt_tools.publish.lock import RootLock
-from ckpt_tools.publish.manifest import Manifest, SealedFile, SealedPickle, file_name
+from ckpt_tools.publish.manifest import (
+    Manifest,
+    SealedFile,
+    SealedPickle,
+    file_name,
+    of_other_attempts,
+)
 from ckpt_tools.publish.sealed_source import checked_manifest
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
 from ckpt_tools.storage import is_url, read
@@ -102,7 +107,8 @@ def copy(
 
     Args:
         src: a checkpoint, or a directory with one below; a path or a URL.
-        dst: the directory (or file) to write; a path or a URL.
+        dst: the directory (or file) to write; a path or a URL. If it ends in a slash, the copy lies
+            below it, under its own name.
         to_storage_options: options of the destination's store, if they differ from the source's.
         **options: see `Options`. A copy never replaces a checkpoint, so `overwrite` is refused.
 
@@ -122,7 +128,7 @@ def copy(
         to_options = (
             options.get("storage_options") if to_storage_options is None else to_storage_options
         )
-        target = open_destination(dst, to_options)
+        target = open_destination(_named(os.fspath(dst), source.path), to_options)
         check_apart(source.path, target.url)
         _check_suffix(source, target.url)
         work = _CopyJob(source, target, options, group)
@@ -183,6 +189,13 @@ def _check_suffix(source: Source, url: str) -> None:
         )
 
 
+def _named(dst: str, source: str) -> str:
+    """Returns a destination with the name of the source, if it ends in a slash and lacks it."""
+    name = source.rstrip("/").rpartition("/")[2]
+    is_folder = dst.endswith("/") and dst.rstrip("/").rpartition("/")[2] != name
+    return dst + name if is_folder else dst
+
+
 class _CopyJob:
     """One copy, or one process's part of it: all files, their checksums, and the missing files."""
 
@@ -206,7 +219,8 @@ class _CopyJob:
             if name != LOCK
         }
         if self.manifest:
-            files = {name: nbytes for name, nbytes in files.items() if not self._is_stale(name)}
+            stale = set(of_other_attempts(self.manifest, files))
+            files = {name: nbytes for name, nbytes in files.items() if name not in stale}
             files |= self._sealed_files(files)
         self.index = self._last_file(files)
         self.seal = next((name for name in files if note_of(name) == (MANIFEST, "")), "")
@@ -276,11 +290,6 @@ class _CopyJob:
             ),
             "",
         )
-
-    def _is_stale(self, name: str) -> bool:
-        assert self.manifest is not None
-        is_foreign = note_of(name) == (MANIFEST, "") and name != file_name(self.manifest.attempt)
-        return is_foreign or bool(attempt_of(name) and name not in self.manifest.files)
 
     @property
     def shown(self) -> dict[str, int]:
@@ -408,6 +417,7 @@ class _CopyJob:
     def do(self) -> list[str]:
         """Transfers the missing files and commits; returns notes."""
         group, bar = self.group, self.options.get("progress") or no_bar
+        notes = self.notes
         attempt = group.broadcast(self.attempt, "begin")
         with (
             self._claimed() as claim,
@@ -435,13 +445,13 @@ class _CopyJob:
             with group.phase("check the free space"):
                 self.target.check_room(sum(self.missing.values()))
             with bar("copy", sum(self.missing.values())) as advance:
-                # for the reason, see RemoteStore.copy_source
-                has_names = not any("%" in name for name in self.missing)
                 within = (
-                    staged.copy_target(self.source.folder)
-                    if has_names and (self.crcs or not self.single)
-                    else None
+                    staged.copy_target(self.source.folder) if self.crcs or not self.single else None
                 )
+                # for the reason, see RemoteStore.copy_source
+                if within and any("%" in name for name in self.missing):
+                    notes.append("copied through this machine, since a name has a %")
+                    within = None
                 if within:
                     self.is_within = True
                     with group.phase("copy"):
@@ -453,7 +463,8 @@ class _CopyJob:
             staged.sync()
             if claim is not None:
                 claim.check()
-            return self.notes + staged.publish(*self._last(attempt, crcs))
+            files = {self.name(name): nbytes for name, nbytes in self.data.items()}
+            return notes + staged.publish(*self._last(attempt, crcs), files)
 
     @contextmanager
     def _claimed(self) -> Iterator[RootLock | None]:

@@ -6,15 +6,17 @@ reads the other tensors, with a sink that reads the second checkpoint.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Unpack
 
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import Catalog, Chunk, TensorEntry
+from ckpt_tools.core.catalog import Catalog, TensorEntry, one_chunk
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.plan import plan_values
+from ckpt_tools.core.quantized import described, may_be_codes, weights_in
 from ckpt_tools.core.selection import check_globs, chooser, keep, refuse_unread
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.compare import CompareSink, Tally
@@ -54,6 +56,8 @@ class Difference(NamedTuple):
         max_rel: the largest |a - b| / max(|a|, |b|).
         cosine: cosine of the angle between both; None if one is all zeros or not finite.
         is_object: whether it is an object, not a tensor.
+        is_code: whether it is a part of a quantized weight. Only the number of different elements
+            means something then.
     """
 
     fqn: str
@@ -64,6 +68,7 @@ class Difference(NamedTuple):
     max_rel: float
     cosine: float | None
     is_object: bool = False
+    is_code: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +175,31 @@ def diff(
     tensors = [(x, y) for x, y in both if x.fqn not in left.objects]
     known = set() if read_all else _known_equal(one, left, two, right, tensors)
     work = [(x, y) for x, y in tensors if x.fqn not in known]
+    codes = {x.fqn for x, y in work if x.quantized is not None or y.quantized is not None}
+    if codes:
+        weights = described(weights_in(x for pair in work for x in pair))
+        notes.append(
+            f"compared for equality alone, as parts of quantized weights: {len(codes)} tensors"
+            f" ({weights})"
+        )
+    if may_be := set(may_be_codes(x for x, _ in tensors)) & {x.fqn for x, _ in work}:
+        codes |= may_be
+        notes.append(
+            "compared for equality alone, since they may be codes of quantized weights of an"
+            f" unknown scheme: {len(may_be)} matrices of integers ({printable(min(may_be))}, …)"
+        )
     objects = [(x, y) for x, y in both if x.fqn in left.objects and x.fqn not in alike]
     tallies = {
-        **_compare(one, two, work, atol, rtol, options),
+        **_compare(one, two, [p for p in work if p[0].fqn not in codes], atol, rtol, options),
+        **_compare(one, two, [p for p in work if p[0].fqn in codes], 0.0, 0.0, options),
         **_compare(one, two, objects, 0.0, 0.0, options),
     }
     for source in (one, two):
         source.store.close()
     other = [x for x, _ in both if x.fqn in tallies and tallies[x.fqn].num_different]
-    differences = [_difference(x, tallies[x.fqn], x.fqn in left.objects) for x in other]
+    differences = [
+        _difference(x, tallies[x.fqn], x.fqn in left.objects, x.fqn in codes) for x in other
+    ]
     return DiffResult(
         redacted(one.path),
         redacted(two.path),
@@ -218,7 +239,7 @@ def _entries(catalog: Catalog) -> dict[str, TensorEntry]:
     objects = {}
     for fqn, item in catalog.objects.items():
         box = whole((item.extent.nbytes,))
-        objects[fqn] = TensorEntry(fqn, BY_NAME["uint8"], box.sizes, (Chunk(box, item.extent),))
+        objects[fqn] = TensorEntry(fqn, BY_NAME["uint8"], box.sizes, one_chunk(box, item.extent))
     return {**catalog.tensors, **objects}
 
 
@@ -323,7 +344,9 @@ def join_tallies(found: Sequence[Mapping[str, Tally]]) -> dict[str, Tally]:
     return joined
 
 
-def _difference(tensor: TensorEntry, tally: Tally, is_object: bool) -> Difference:
+def _difference(
+    tensor: TensorEntry, tally: Tally, is_object: bool, is_code: bool = False
+) -> Difference:
     index, left = [], tally.first
     for size in reversed(tensor.shape):
         index.append(left % size)
@@ -334,8 +357,9 @@ def _difference(tensor: TensorEntry, tally: Tally, is_object: bool) -> Differenc
         numel,
         tally.num_different,
         tuple(reversed(index)),
-        tally.max_abs,
-        tally.max_rel,
-        tally.cosine,
+        math.nan if is_code else tally.max_abs,
+        math.nan if is_code else tally.max_rel,
+        None if is_code else tally.cosine,
         is_object,
+        is_code,
     )

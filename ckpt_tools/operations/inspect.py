@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckpt_tools.core.catalog import Catalog, nbytes_by_file, other_names
+from ckpt_tools.core.catalog import Catalog, other_names
 from ckpt_tools.core.naming import find_optimizers, is_optimizer_state, key_path
+from ckpt_tools.core.quantized import described, weights_in
 from ckpt_tools.errors import printable, redacted
 from ckpt_tools.formats.registry import Source, open_source, suffix_of
 from ckpt_tools.operations.arguments import checked
@@ -116,6 +117,8 @@ def inspect(
     nbytes = sum(total.nbytes for total in by_dtype.values())
     total = Total(len(catalog.tensors), len(catalog.objects), nbytes)
     extras = dict(catalog.extras)
+    if weights := weights_in(catalog.tensors.values()):
+        extras["quantized"] = f"{described(weights)} (weights)"
     if tied:
         some = ", ".join(f"{printable(n)} is {printable(o)}" for n, o in list(tied.items())[:_TIED])
         extras["stored once"] = some + f", and {len(tied) - _TIED} more" * (len(tied) > _TIED)
@@ -167,7 +170,7 @@ def _add(
 def _files(catalog: Catalog, tied: Collection[str]) -> list[FileReport]:
     counts, payloads, objects = (dict.fromkeys(catalog.file_sizes, 0) for _ in range(3))
     for fqn, entry in catalog.tensors.items():
-        for file, (num_chunks, nbytes) in nbytes_by_file(entry).items():
+        for file, (num_chunks, nbytes) in entry.chunks.nbytes_by_file(entry.dtype.itemsize).items():
             if file in counts and fqn not in tied:
                 counts[file] += num_chunks
                 payloads[file] += nbytes

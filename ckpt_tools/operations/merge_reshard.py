@@ -5,23 +5,22 @@ Both read a catalog, select and rename entries, plan a target, copy, and commit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Unpack
 
 from ckpt_tools.core.box import Box, whole
-from ckpt_tools.core.catalog import Catalog, ChunkTable, TensorEntry, kinds_of
+from ckpt_tools.core.catalog import Catalog, TensorEntry
+from ckpt_tools.core.chunk_table import ChunkTable
 from ckpt_tools.core.dtypes import BY_NAME, SHORT_NAMES, DType
 from ckpt_tools.core.naming import (
-    find_model,
-    find_optimizers,
-    is_other_state,
     key_path,
     model_only,
     strip_wrappers,
     stripper,
 )
 from ckpt_tools.core.placements import reshard_boxes, split
+from ckpt_tools.core.quantized import beside_codes, described, may_be_codes, weights_in
 from ckpt_tools.core.selection import check_globs, chooser, keep, matcher, refuse_unread, rename
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import safetensors, torch_save
@@ -108,10 +107,8 @@ def merge(
             hint=f"ckpt inspect {source.path}",
         )
     check_kept(keep_dtype, dtype, list(catalog.tensors))
-    targets = [
-        whole_tensor(t, target_dtype(t, dtype, matcher(keep_dtype)))
-        for t in catalog.tensors.values()
-    ]
+    is_kept = keeper(keep_dtype, catalog)
+    targets = [whole_tensor(t, target_dtype(t, dtype, is_kept)) for t in catalog.tensors.values()]
     request = shards(targets, max_shard_bytes, target.url.rpartition("/")[2])
     alter, notes = (
         adapters.read_lora(lora, catalog, model, options.get("storage_options"))
@@ -207,19 +204,9 @@ def unknown_values(catalog: Catalog, only_model: bool = False) -> list[str]:
 
     Args:
         catalog: of the source.
-        only_model: only notes on values of the model.
+        only_model: only the model is written, which has no numbers.
     """
-    prefix = ".".join(find_model(catalog))
-    names = [
-        name
-        for name in catalog.unknown
-        if not only_model
-        or (
-            name.startswith(f"{prefix}.")
-            if prefix
-            else not is_other_state(key_path(catalog, name)[0])
-        )
-    ]
+    names = list(catalog.unknown)
     some = ", ".join(
         f"{printable(name)} ({printable(catalog.unknown[name])})" for name in names[:_SHOWN]
     )
@@ -248,13 +235,9 @@ def model_view(
 ) -> tuple[Catalog, dict[str, int]]:
     """Returns the model's tensors under their inference names, and a count per removed prefix."""
     model, prefix = model_only(catalog, key)
-    # names alone are a model's own: those of Hugging Face may all begin with `model.`
-    has_only_names = key is None and not catalog.paths and not find_optimizers(catalog)
-    if keep_prefix or has_only_names:
-        front = "".join(f"{segment}." for segment in prefix)
-        model, prefix = rename(model, lambda fqn: front + fqn), ()
     if keep_prefix:
-        return model, {}
+        front = "".join(f"{segment}." for segment in prefix)
+        return rename(model, lambda fqn: front + fqn), {}
     stripped = {".".join(prefix) + ".": len(model.tensors)} if prefix else {}
     strip = stripper(model.tensors)
     for fqn in model.tensors:
@@ -269,11 +252,7 @@ def select_from(
     catalog: Catalog, select: Sequence[str], exclude: Sequence[str], original: Catalog
 ) -> Catalog:
     """Returns the tensors whose new or stored name matches the globs."""
-    by_extent = {t.chunks[0].extent: fqn for fqn, t in original.tensors.items() if t.chunks}
-    stored = {
-        fqn: by_extent.get(t.chunks[0].extent, fqn) if t.chunks else fqn
-        for fqn, t in catalog.tensors.items()
-    }
+    stored = {fqn: entry.stored_name for fqn, entry in catalog.tensors.items()}
     for fqn in catalog.unread:
         stored[fqn] = next(
             (name for name in original.unread if strip_wrappers(name).endswith(f".{fqn}")), fqn
@@ -300,13 +279,23 @@ def check_kept(keep_dtype: Sequence[str], dtype: object, names: Sequence[str]) -
     check_globs(keep_dtype, names, "--keep-dtype")
 
 
+def keeper(keep_dtype: Sequence[str], catalog: Catalog) -> Callable[[str], bool]:
+    """Returns a test of the tensors that no cast changes.
+
+    They are those of the globs, and the numbers beside what may be codes of an unknown scheme.
+    """
+    is_named, beside = matcher(keep_dtype), beside_codes(catalog.tensors.values())
+    return lambda fqn: fqn in beside or is_named(fqn)
+
+
 def target_dtype(entry: TensorEntry, dtype: str | None, is_kept: Callable[[str], bool]) -> DType:
     """Returns the type of a tensor in the target: `dtype` if it can be cast and is not kept.
 
     Raises:
         PlanError: tensors cannot be cast to this type.
     """
-    if dtype is None or not entry.dtype.is_castable or is_kept(entry.fqn):
+    is_number = entry.dtype.is_castable and entry.quantized is None
+    if dtype is None or not is_number or is_kept(entry.fqn):
         return entry.dtype
     return dtype_by_name(dtype)
 
@@ -326,21 +315,38 @@ def dtype_by_name(dtype: str) -> DType:
 
 
 def uncast(entries: Iterable[TensorEntry], dtype: str | None) -> list[str]:
-    """Returns a note on tensors of floating-point types that cannot be cast."""
-    left = (
-        [
-            e
-            for e in entries
-            if e.dtype.name.startswith(("float", "complex")) and not e.dtype.is_castable
-        ]
-        if dtype
-        else []
-    )
-    if not left:
-        return []
-    kinds = ", ".join(sorted({e.dtype.name for e in left}))
-    first = printable(left[0].fqn)
-    return [f"{len(left)} tensors keep their types, which are not cast: {kinds} ({first}, …)"]
+    """Returns notes on tensors that a cast leaves alone, though their types are numbers.
+
+    These are types that are not cast, and the parts of quantized weights.
+    """
+    entries = list(entries) if dtype else []
+    parts = [e for e in entries if e.quantized is not None]
+    left = [
+        e
+        for e in entries
+        if e.quantized is None
+        and e.dtype.name.startswith(("float", "complex"))
+        and not e.dtype.is_castable
+    ]
+    notes = []
+    if left:
+        kinds = ", ".join(sorted({e.dtype.name for e in left}))
+        first = printable(left[0].fqn)
+        notes.append(
+            f"{len(left)} tensors keep their types, which are not cast: {kinds} ({first}, …)"
+        )
+    if codes := may_be_codes(entries):
+        notes.append(
+            f"{len(codes)} matrices of integers may be codes of quantized weights, of a scheme"
+            f" that ckpt does not know ({printable(codes[0])}, …): the numbers of their modules"
+            " keep their types"
+        )
+    if parts:
+        notes.append(
+            f"{len(parts)} tensors keep their types, as codes and scales belong together: of"
+            f" quantized weights ({printable(described(weights_in(parts)))})"
+        )
+    return notes
 
 
 def shards(targets: list[TargetTensor], max_shard_bytes: int | None, name: str) -> Request:
@@ -368,15 +374,23 @@ def shards(targets: list[TargetTensor], max_shard_bytes: int | None, name: str) 
 
 def saved_boxes(entry: TensorEntry, world_size: int | None, to_ranks: int) -> Sequence[Box | None]:
     """Returns the box that each of `to_ranks` ranks saves of a tensor; see `reshard_boxes`."""
-    boxes = kinds_of(entry)
+    boxes = entry.chunks.kinds()
     # one rank saves whole tensors; FSDP would split them along dim 0
     if world_size == 1 and entry.shape and to_ranks > 1:
         boxes = [split(whole(entry.shape), 0, 2, part) for part in range(2)]
     return reshard_boxes(boxes, entry.shape, to_ranks)
 
 
-def left_out(before: Catalog, after: Catalog, with_objects: bool = True) -> dict[str, int]:
-    """Returns the top-level keys of tensors and objects that were left out, with their bytes."""
+def left_out(
+    before: Catalog, after: Catalog, with_objects: bool = True, used: Container[str] = ()
+) -> dict[str, int]:
+    """Returns the top-level keys of tensors and objects that were left out, with their bytes.
+
+    Args:
+        before, after: the catalogs.
+        with_objects: name objects, too.
+        used: names of tensors whose rows are in `after`.
+    """
     taken = {
         c.extent
         for t in after.tensors.values()
@@ -384,7 +398,8 @@ def left_out(before: Catalog, after: Catalog, with_objects: bool = True) -> dict
     }
     left: dict[str, int] = {}
     for fqn, entry in before.tensors.items():
-        if not entry.chunks or entry.chunks[0].extent not in taken:
+        is_taken = fqn in used or (entry.chunks and entry.chunks[0].extent in taken)
+        if not is_taken:
             key = key_path(before, fqn)[0]
             left[key] = left.get(key, 0) + entry.nbytes
     for fqn, item in before.objects.items() if with_objects else ():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +10,13 @@ from typing import Any
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.naming import is_optimizer_state, is_other_state
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.operations.thin import thin_steps
 from ckpt_tools.publish.manifest import Manifest, SealedTensor
-from ckpt_tools.publish.retention_rules import Retention
-from ckpt_tools.publish.steps import Step, list_all, no_steps
+from ckpt_tools.run.base import RunRoot
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import Step
+from ckpt_tools.run.steps import RunListing, no_steps
+from ckpt_tools.storage.kept import KEPT
 from ckpt_tools.transfer.options import Path_
 
 WEIGHTS, OTHER = "weights", "other"
@@ -70,8 +72,9 @@ class StepBytes:
         step: the step.
         kinds: bytes of tensors by kind; empty without a manifest.
         model, optimizer, other: bytes; `other` includes what is no tensor.
-        reclaimable: bytes that a resume from the newest step does not need.
-        why: which command removes them; "" for none.
+        reclaimable: bytes that `thin` with one full step would free, as its dry run tells; or those
+            of a step that a rollback has set aside.
+        why: which command removes them, or why none does; "" if there is nothing to say.
     """
 
     step: Step
@@ -85,10 +88,9 @@ class StepBytes:
 
 @checked()
 def du(root: Path_, *, storage_options: Mapping[str, Any] | None = None) -> list[StepBytes]:
-    """Returns the bytes of each step of a run, by number. It reads manifests only.
+    """Returns the bytes of each step of a run, by number. It reads no values.
 
-    The optimizer of every full step is reclaimable, except for those that `thin` keeps full by the
-    rules of `Retention(last=1)`. So is a step that is incomplete or that a rollback set aside.
+    What `thin` would free is reclaimable, and a step that a rollback has set aside.
 
     Args:
         root: directory of the run, a path or a URL.
@@ -98,29 +100,32 @@ def du(root: Path_, *, storage_options: Mapping[str, Any] | None = None) -> list
         NotACheckpointError: there are no steps.
         StorageError: the directory cannot be read.
     """
-    steps, _ = list_all(open_root(root, storage_options))
-    if not steps:
-        raise no_steps(str(root))
-    return bytes_of(steps)
+    with KEPT.during():
+        where = open_root(root, storage_options)
+        steps = RunListing(where).all_steps
+        if not steps:
+            raise no_steps(str(root))
+        return bytes_of(where, steps)
 
 
-def bytes_of(steps: Sequence[Step]) -> list[StepBytes]:
+def bytes_of(where: RunRoot, steps: Sequence[Step]) -> list[StepBytes]:
     """Returns the bytes of each step of a run, as `du` does."""
-    full = [step for step in steps if step.counts and not step.thinned]
-    stays = Retention(last=1).reasons(full, dt.datetime.now(dt.UTC)) if full else {}
-    return [_of_step(step, str(step.path) in stays) for step in steps]
+    current = [step for step in steps if not step.superseded_by]
+    result = thin_steps(where, current, 1, reads=False, dry_run=True, options={})
+    freed = {step.path: step.freed_nbytes for step in result.thinned}
+    return [_of_step(step, freed.get(str(step.path), 0)) for step in steps]
 
 
-def _of_step(step: Step, stays_full: bool) -> StepBytes:
+def _of_step(step: Step, spare: int) -> StepBytes:
     if step.error is not None:
         return StepBytes(step, {}, 0, 0, step.nbytes, 0, "it cannot be read")
-    if step.problem or step.superseded_by:
-        why = "incomplete" if step.problem else "superseded by a rollback"
-        return StepBytes(step, {}, 0, 0, step.nbytes, step.nbytes, f"{why}: remove it")
+    if step.problem:
+        return StepBytes(step, {}, 0, 0, step.nbytes, 0, "incomplete")
+    if step.superseded_by:
+        why = "superseded by a rollback: remove it yourself"
+        return StepBytes(step, {}, 0, 0, step.nbytes, step.nbytes, why)
     kinds = bytes_by_kind(step.manifest) if step.manifest is not None else {}
     model = kinds.get(WEIGHTS, 0)
     optimizer = sum(n for kind, n in kinds.items() if kind not in (WEIGHTS, OTHER))
     other = max(0, step.nbytes - model - optimizer)
-    is_thinnable = step.counts and step.is_removable and not step.is_pinned and not stays_full
-    spare = optimizer + kinds.get(OTHER, 0) if is_thinnable else 0
     return StepBytes(step, kinds, model, optimizer, other, spare, "ckpt thin" if spare else "")

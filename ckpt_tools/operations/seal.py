@@ -10,7 +10,7 @@ from itertools import chain, islice, pairwise
 from typing import Unpack
 
 from ckpt_tools.core.box import flat_start, is_flat
-from ckpt_tools.core.catalog import Chunk, Extent, TensorEntry
+from ckpt_tools.core.catalog import Chunk, ChunkList, Extent, Payloads, TensorEntry
 from ckpt_tools.core.checksum import crc32, crc64nvme, hex64, join_crc32, join_crc64
 from ckpt_tools.core.plan import num_cells, plan_values
 from ckpt_tools.engine.fingerprints import Fingerprints, HashedRange, HashedRanges
@@ -261,7 +261,8 @@ class _FileChecksums:
                     # a dict: count a chunk in two spans only once
                     found.setdefault(number, {})[chunk] = None
         return [
-            replace(self._tensors[number], chunks=tuple(chunks)) for number, chunks in found.items()
+            replace(self._tensors[number], chunks=ChunkList(chunks))
+            for number, chunks in found.items()
         ]
 
     def fingerprints(self) -> dict[str, int]:
@@ -292,9 +293,7 @@ def _cut(extent: Extent, batch: ReadBatch) -> Extent:
     return extent._replace(start=start, nbytes=stop - start)
 
 
-def _cells(
-    tensors: Iterable[TensorEntry], located: Mapping[Extent, Extent]
-) -> dict[str, set[Extent]]:
+def _cells(tensors: Iterable[TensorEntry], located: Payloads) -> dict[str, set[Extent]]:
     """Returns the cells of long packed payloads, by file."""
     cells: dict[str, set[Extent]] = {}
     for chunk in (
@@ -310,7 +309,7 @@ def _cells(
 
 
 def _long_pieces(
-    tensors: Iterable[TensorEntry], located: Mapping[Extent, Extent], least: int
+    tensors: Iterable[TensorEntry], located: Payloads, least: int
 ) -> dict[str, list[tuple[Extent, int]]]:
     """Returns the extents of chunks by file, each with its start byte in the tensor.
 

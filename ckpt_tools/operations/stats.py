@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Unpack
 
 from ckpt_tools.core.catalog import Catalog, TensorEntry
 from ckpt_tools.core.plan import plan_values
+from ckpt_tools.core.quantized import described, may_be_codes, weights_in
 from ckpt_tools.core.selection import check_globs, chooser, keep
 from ckpt_tools.core.statistics import TensorStatistics
 from ckpt_tools.core.threads import num_threads
@@ -16,7 +17,7 @@ from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
 from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
 from ckpt_tools.engine.statistics import SHORT_TYPES, StatisticsSink
-from ckpt_tools.errors import PlanError, redacted
+from ckpt_tools.errors import PlanError, printable, redacted
 from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
@@ -34,12 +35,14 @@ class StatsResult:
 
     Attributes:
         path: the checkpoint.
-        tensors: statistics by name, in the order of the checkpoint.
+        tensors: statistics by name, in the order of the checkpoint. Parts of quantized weights have
+            none.
         dtypes: element type by name.
         histograms: by name, how many finite nonzero values have a magnitude from `2**key` to less
             than twice that. Empty if that was not asked for.
         lost: with histograms, by short type: how many of these values it makes zero, and how many
             too large.
+        broken_parts: parts of quantized weights with NaN or infinite values: how many of each.
         nbytes: bytes that were read. 0 if the manifest had everything.
         notes: remarks.
         seconds: wall-clock time.
@@ -50,6 +53,7 @@ class StatsResult:
     dtypes: Mapping[str, str]
     histograms: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     lost: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    broken_parts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     nbytes: int = 0
     notes: Sequence[str] = ()
     seconds: float = 0.0
@@ -57,7 +61,8 @@ class StatsResult:
     @property
     def not_finite(self) -> list[str]:
         """Returns the names of the tensors with NaN or infinite values."""
-        return [fqn for fqn, found in self.tensors.items() if not found.is_finite]
+        found = [fqn for fqn, found in self.tensors.items() if not found.is_finite]
+        return [*found, *self.broken_parts]
 
 
 @checked(Reading)
@@ -96,22 +101,38 @@ def stats(
     notes = [
         f"not read, since ckpt does not read such values: {len(catalog.unread)} tensors"
     ] * bool(catalog.unread)
+    if parts := {fqn: t for fqn, t in catalog.tensors.items() if t.quantized is not None}:
+        weights = weights_in(catalog.tensors.values())
+        notes.append(
+            "parts of quantized weights have no magnitudes; only NaN and infinity are searched:"
+            f" {len(parts)} tensors ({described(weights)})"
+        )
+        catalog = keep(catalog, lambda fqn: fqn not in parts)
+    if unknown := set(may_be_codes(catalog.tensors.values())):
+        notes.append(
+            "not measured, since they may be codes of quantized weights of an unknown scheme:"
+            f" {len(unknown)} matrices of integers ({printable(min(unknown))}, …)"
+        )
+        catalog = keep(catalog, lambda fqn: fqn not in unknown)
     work = [t for fqn, t in catalog.tensors.items() if fqn not in sealed and t.nbytes]
+    work += [t for t in parts.values() if t.nbytes and _has_numbers(t)]
     sink = read_again_if_wrong(
         source.store, lambda: _measure(source, work, histogram, options), group
     )
     source.store.close()
-    if len(work) < len(catalog.tensors):
+    if sealed:
         known = sum(fqn in sealed for fqn in catalog.tensors)
         notes += [f"as their save measured them: {known} of the tensors"] * bool(known)
     empty = TensorStatistics(0, 0.0, 0.0, 0, 0, 0)
     found = {fqn: moments.result() for fqn, moments in sink.moments.items()}
+    broken = {f: (t.num_nan, t.num_inf) for f, t in found.items() if f in parts and not t.is_finite}
     return StatsResult(
         redacted(source.path),
         {fqn: found.get(fqn) or sealed.get(fqn) or empty for fqn in catalog.tensors},
         {fqn: entry.dtype.name for fqn, entry in catalog.tensors.items()},
-        {fqn: moments.histogram() for fqn, moments in sink.moments.items()} if histogram else {},
-        _lost(sink) if histogram else {},
+        {f: m.histogram() for f, m in sink.moments.items() if f not in parts} if histogram else {},
+        _lost(sink, parts) if histogram else {},
+        broken,
         sum(t.nbytes for t in work),
         notes,
         time.monotonic() - began,
@@ -125,8 +146,16 @@ def sealed_statistics(source: Source) -> dict[str, TensorStatistics]:
     return {fqn: t.statistics for fqn, t in tensors.items() if t.statistics is not None}
 
 
-def _lost(sink: StatisticsSink) -> dict[str, tuple[int, int]]:
-    total = sum(m.lost for m in sink.moments.values() if m.lost is not None)
+def _has_numbers(part: TensorEntry) -> bool:
+    """Tells whether NaN in a part of a quantized weight is one: in scales, and in codes of fp8."""
+    assert part.quantized is not None
+    is_codes = part.quantized.codes == part.stored_name
+    return part.dtype.name.startswith("float8") or (part.dtype.is_castable and not is_codes)
+
+
+def _lost(sink: StatisticsSink, without: Container[str]) -> dict[str, tuple[int, int]]:
+    every = (m.lost for fqn, m in sink.moments.items() if fqn not in without)
+    total = sum(lost for lost in every if lost is not None)
     if isinstance(total, int):
         return {}
     return {t.name: (int(a), int(b)) for t, (a, b) in zip(SHORT_TYPES, total, strict=True)}

@@ -10,29 +10,32 @@ import datetime as dt
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
-from typing import Unpack
+from typing import Any, Unpack
 
 from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.core.naming import find_optimizers, is_other_state, key_path
 from ckpt_tools.core.selection import check_globs, keep, matcher, refuse_unread
 from ckpt_tools.errors import (
     CheckpointError,
+    IntegrityError,
     PlanError,
     StorageError,
     printable,
 )
 from ckpt_tools.formats.dcp import format as dcp
-from ckpt_tools.formats.registry import Request, Source, TargetTensor, open_source
+from ckpt_tools.formats.registry import Request, Source, TargetTensor
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.operations.merge_reshard import dtype_by_name, saved_boxes, target_dtype
-from ckpt_tools.publish.destinations import open_destination, open_root
-from ckpt_tools.publish.find_manifest import find_manifest
-from ckpt_tools.publish.manifest import Manifest
-from ckpt_tools.publish.reasons_to_stay import reason_to_stay
-from ckpt_tools.publish.retention_rules import Retention, newest_finite
-from ckpt_tools.publish.run_root import RunRoot, log_leftovers
-from ckpt_tools.publish.steps import Step, damage, list_steps, no_steps
-from ckpt_tools.storage import open_store, read
+from ckpt_tools.operations.merge_reshard import dtype_by_name, keeper, saved_boxes, target_dtype
+from ckpt_tools.publish.base import OLD_FILES_STAY
+from ckpt_tools.publish.destinations import open_destination
+from ckpt_tools.run.base import RunRoot, log_leftovers
+from ckpt_tools.run.reasons import reason_to_stay
+from ckpt_tools.run.retention import Retention, sound_steps
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import Step, is_there, open_step
+from ckpt_tools.run.steps import list_steps, no_steps
+from ckpt_tools.storage import read
+from ckpt_tools.storage.kept import KEPT
 from ckpt_tools.transfer.options import Options, Path_, Reading
 from ckpt_tools.transfer.transfer import TransferRequest, transfer
 
@@ -49,6 +52,8 @@ class ThinnedStep:
         before_nbytes, after_nbytes: bytes of its files, without the manifest; `after_nbytes` is an
             estimate in a dry run.
         dropped: bytes by the name of what is gone; a key stands for all below it.
+        stays: why its old files are still there; "" if they are gone. The next `thin` or `prune`,
+            or the next job, removes them.
     """
 
     number: int
@@ -56,6 +61,12 @@ class ThinnedStep:
     before_nbytes: int
     after_nbytes: int
     dropped: Mapping[str, int]
+    stays: str = ""
+
+    @property
+    def freed_nbytes(self) -> int:
+        """Returns the bytes that are free now, or would be."""
+        return 0 if self.stays else self.before_nbytes - self.after_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +78,20 @@ class ThinResult:
         kept: path of each full step that stays full, with the reason.
         failed: path of each step that could not be thinned, or read, with the error. It is as it
             was.
+        damaged: those of them that failed because they are damaged.
         is_dry_run: whether nothing was written.
     """
 
     thinned: list[ThinnedStep] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)
     is_dry_run: bool = False
 
     @property
     def freed_nbytes(self) -> int:
         """Returns the bytes that are free now, or would be."""
-        return sum(step.before_nbytes - step.after_nbytes for step in self.thinned)
+        return sum(step.freed_nbytes for step in self.thinned)
 
 
 @checked(Reading)
@@ -120,22 +133,25 @@ def thin(
     if dtype is not None:
         dtype_by_name(dtype)
     where = open_root(root, options.get("storage_options"))
-    if not list_steps(where):  # a claim would make the directory
-        raise no_steps(str(root))
-    lock = None if dry_run else where.claim()
-    try:
-        if not dry_run:
+    how: dict[str, Any] = {"drop": drop, "dtype": dtype, "options": options}
+    with KEPT.during():
+        steps = list_steps(where)
+        if not steps:  # a claim would make the directory
+            raise no_steps(str(root))
+        if dry_run:
+            where.check_writable()  # so that it promises nothing that cannot be done
+            return thin_steps(where, steps, keep_full, keep_every, dry_run=True, **how)
+        lock = where.claim()
+        try:
             log_leftovers(where.remove_leftovers())
-        return thin_steps(
-            where, keep_full, keep_every, drop=drop, dtype=dtype, dry_run=dry_run, options=options
-        )
-    finally:
-        if lock is not None:
+            return thin_steps(where, list_steps(where), keep_full, keep_every, **how)
+        finally:
             lock.release()
 
 
 def thin_steps(
     where: RunRoot,
+    steps: Sequence[Step],
     keep_full: int,
     keep_every: int | None = None,
     *,
@@ -150,51 +166,54 @@ def thin_steps(
 
     Args:
         where: the root.
+        steps: its steps, without superseded ones.
         keep_full, keep_every, drop, dtype, dry_run, options: as for `thin`.
         held: paths of steps that stay full, because something still reads them.
         reads: read the newest full steps first. A damaged one is not counted.
     """
     result = ThinResult(is_dry_run=dry_run)
-    steps = list_steps(where)
     result.failed.update({str(s.path): str(s.error) for s in steps if s.error is not None})
-    full = _sound(steps, reads, result.kept)
+    full = _counted(steps, reads, result)
     links = where.links()
     chosen = list(_chosen(full, keep_full, keep_every, held, result.kept))
     for step in list(chosen):
-        if reason := reason_to_stay(where, step, links):
+        if reason := reason_to_stay(where, step, links, with_host=True):
             result.kept[str(step.path)] = reason
             chosen.remove(step)
-    if drop and (names := _names(chosen, options)):
+    if drop and (names := _names(chosen)):
         check_globs(drop, names, "--drop")
     for step in chosen:
         try:
-            source = open_source(step.path, options.get("storage_options"))
+            source = open_step(step)
             with closing(source.store):
                 found = _thin_one(step, source, drop, dtype, options, result.is_dry_run)
         except CheckpointError as error:
             result.failed[str(step.path)] = str(error)
+            if isinstance(error, IntegrityError):
+                result.damaged.append(str(step.path))
             continue
         if found is not None:
             result.thinned.append(found)
     return result
 
 
-def _names(steps: Iterable[Step], options: Reading) -> list[str]:
+def _names(steps: Iterable[Step]) -> list[str]:
     """Returns the names in steps that can be opened; `thin` reports the others."""
     names: dict[str, None] = {}
     for step in steps:
         with suppress(CheckpointError):
-            source = open_source(step.path, options.get("storage_options"))
+            source = open_step(step)
             with closing(source.store):
                 names |= dict.fromkeys([*source.catalog.tensors, *source.catalog.objects])
     return list(names)
 
 
-def _sound(steps: Sequence[Step], reads: bool, kept: dict[str, str]) -> list[Step]:
+def _counted(steps: Sequence[Step], reads: bool, result: ThinResult) -> list[Step]:
     """Returns the complete steps without damaged ones that would be a reason to thin others.
 
     These are the newest full step, and the newest full steps without known NaN or infinity.
     """
+    kept = result.kept
     for step in steps:
         if step.error is not None:
             continue
@@ -204,17 +223,17 @@ def _sound(steps: Sequence[Step], reads: bool, kept: dict[str, str]) -> list[Ste
             kept[str(step.path)] = step.twin_note
         elif not step.counts and not step.superseded_by:
             kept[str(step.path)] = "no save of this tool wrote it"
-    found, sound = [step for step in steps if step.counts], set[str]()
-    while reads:
-        full = [step for step in found if not step.thinned]
-        needed = [*full[-1:], *(step for step, _ in newest_finite(full))] if full else []
-        doubtful = next((s for s in needed if str(s.path) not in sound), None)
-        if doubtful is None:
-            break
-        if problem := damage(doubtful):
-            kept[str(doubtful.path)] = f"it is not counted: {problem}"
-            found.remove(doubtful)
-        sound.add(str(doubtful.path))
+    found = [step for step in steps if step.counts]
+    if not reads:
+        return found
+
+    def needed(steps: Sequence[Step]) -> Iterator[Step]:
+        full = [step for step in steps if not step.thinned]
+        yield from (step for step, _ in Retention(last=1).reasons_beside(full))
+
+    damaged: dict[str, str] = {}
+    found = sound_steps(found, needed, damaged, result.failed)
+    kept |= {path: f"it is not counted: {problem}" for path, problem in damaged.items()}
     return found
 
 
@@ -262,14 +281,15 @@ def _thin_one(
     if not catalog.tensors:
         raise PlanError("no tensor would be left", hint="ckpt prune removes whole steps")
     gone = _gone(source.catalog, catalog)
-    casts = any(target_dtype(t, dtype, _nothing) is not t.dtype for t in catalog.tensors.values())
+    is_kept = keeper((), catalog)
+    casts = any(target_dtype(t, dtype, is_kept) is not t.dtype for t in catalog.tensors.values())
     if not gone and not casts:
         return None
     world_size = source.catalog.world_size or 1
     targets = [
         TargetTensor(
             t.fqn,
-            target_dtype(t, dtype, _nothing),
+            target_dtype(t, dtype, is_kept),
             t.shape,
             tuple(saved_boxes(t, world_size, world_size)),
         )
@@ -290,34 +310,28 @@ def _thin_one(
             left_out=gone,
             about={"thinned": sorted({*step.thinned, *gone})},
             in_place=True,
-            prove=lambda _: _check_unchanged(step, options),
+            prove=lambda _: _check_unchanged(step),
         )
     )
     data_nbytes = step.nbytes - _manifest_nbytes(step)  # that of the result is not known here
-    return ThinnedStep(step.number, str(step.path), data_nbytes, sum(moved.files.values()), gone)
+    stays = next((note for note in moved.notes if note.startswith(OLD_FILES_STAY)), "")
+    return ThinnedStep(
+        step.number, str(step.path), data_nbytes, sum(moved.files.values()), gone, stays
+    )
 
 
 def _manifest_nbytes(step: Step) -> int:
     return len(step.manifest.render()) if step.manifest is not None else 0
 
 
-def _check_unchanged(step: Step, options: Reading) -> None:
+def _check_unchanged(step: Step) -> None:
     """Makes sure that a step is still the one that was read: a job may have saved its number anew.
 
     Raises:
         StorageError: another save has taken its place.
     """
-    manifest = _sealed_now(step, options)
-    if manifest is None or manifest.attempt != step.attempt:
+    if not is_there(step):
         raise StorageError(f"another save has taken its place: {printable(str(step.path))}")
-
-
-def _sealed_now(step: Step, options: Reading) -> Manifest | None:
-    store = open_store(step.path, options.get("storage_options"))
-    try:
-        return find_manifest(store)
-    finally:
-        store.close()
 
 
 def _kept_part(catalog: Catalog, drop: Sequence[str]) -> Catalog:
@@ -333,11 +347,6 @@ def _kept_part(catalog: Catalog, drop: Sequence[str]) -> Catalog:
         return not is_below and not is_other_state(path[0])
 
     return replace(keep(catalog, is_of_a_model), objects={})
-
-
-def _nothing(fqn: str) -> bool:
-    del fqn
-    return False
 
 
 def _gone(before: Catalog, after: Catalog) -> dict[str, int]:

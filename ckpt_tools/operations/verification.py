@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from typing import NamedTuple
 
-from ckpt_tools.core.catalog import RAW, Catalog, Extent, TensorEntry, check_names
+from ckpt_tools.core.catalog import RAW, Catalog, Extent, Payloads, TensorEntry, check_names
 from ckpt_tools.core.checksum import crc32, crc64nvme, hex64
 from ckpt_tools.core.coverage import flaws
 from ckpt_tools.core.plan import plan_objects, plan_values
@@ -19,13 +19,24 @@ from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.scan import Finding, ScanSink
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
 from ckpt_tools.engine.sinks import Checksum, HashSink
-from ckpt_tools.errors import CatalogError, FormatError, IntegrityError, printable
+from ckpt_tools.errors import (
+    CatalogError,
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    UnsafePickleError,
+    is_unreadable,
+    printable,
+)
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.base import MANIFEST, PIN, note_of, reader_of_damaged
+from ckpt_tools.formats.base import MANIFEST, PIN, index_of_format, note_of, reader_of_damaged
+from ckpt_tools.formats.builder import UnreadValues
+from ckpt_tools.formats.look_alikes import other_kind
 from ckpt_tools.formats.registry import Format, detect, is_ours
 from ckpt_tools.formats.zip.verify import examine
 from ckpt_tools.operations.batches import ReadBatch, cut_batches, one_batch
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
+from ckpt_tools.operations.convert.object_reader import ObjectReader
 from ckpt_tools.operations.hub_cache import find_damaged
 from ckpt_tools.publish.check_manifest import (
     Problem,
@@ -35,14 +46,16 @@ from ckpt_tools.publish.check_manifest import (
     hash_files,
     list_sealed,
 )
-from ckpt_tools.publish.find_manifest import manifest_of, names_in
-from ckpt_tools.publish.manifest import Manifest, parse_manifest
+from ckpt_tools.publish.find_manifest import manifest_of, names_in, noted_by_host
+from ckpt_tools.publish.manifest import Manifest, of_other_attempts, parse_manifest
 from ckpt_tools.publish.sealed_source import check_pickles, strays_of
 from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage import Overlay, Store, read
 from ckpt_tools.storage.one_file import folder_of
 from ckpt_tools.storage.retries import read_again_if_wrong
 from ckpt_tools.transfer.options import Path_, Reading, no_bar
+
+_MOST_OBJECTS = 10_000  # that are searched for code; equal ones are unpacked once
 
 
 class RecordCheck(NamedTuple):
@@ -86,17 +99,19 @@ class Verification:
             if self.manifest is not None:
                 strays = strays_of(self.manifest, self.catalog)
                 self._unreadable += [Problem(n, "was not sealed, and gives values") for n in strays]
+            if unknown := self.catalog.unknown:
+                kinds = ", ".join(sorted(set(unknown.values()))[:4])
+                self.notes.append(
+                    f"{len(unknown)} values are of other types ({printable(kinds)}), and are not"
+                    " read; torch.load(weights_only=False) would run code for them"
+                )
         except (FormatError, CatalogError) as error:
             self.catalog = self._read_rest()
-            if self.catalog is None and self.manifest is None and not self._unreadable:
-                raise
             if self.catalog is None:
-                index = (
-                    self.manifest.index[0]
-                    if self.manifest and self.manifest.index
-                    else next(iter(self.store.list_files()))
-                )
-                self._unreadable.append(Problem(index, f"cannot be read: {error}"))
+                index = self._index()
+                cause = other_kind(self.store, index) or error
+                advice = f"; {cause.hint}" if cause.hint else ""
+                self._unreadable.append(Problem(index, f"cannot be read: {cause}{advice}"))
         self.store = Overlay(self.store, self.catalog.memory_files if self.catalog else {})
         self._flaws = list(flaws(self.catalog)) if self.catalog else []
         self._jobs = num_threads(options.get("jobs"))
@@ -108,6 +123,14 @@ class Verification:
         catalog = read_again_if_wrong(self.store, lambda: form.read_catalog(self.store))
         check_names(catalog)
         return catalog
+
+    def _index(self) -> str:
+        """Returns the name of the file that has the index, or should have it."""
+        if self.manifest and self.manifest.index:
+            return self.manifest.index[0]
+        files = self.store.list_files()
+        index = index_of_format(self.format)
+        return index if index in files else next(iter(files), index)
 
     def _read_rest(self) -> Catalog | None:
         """Returns the catalog of the readable files; None if there are none.
@@ -123,15 +146,24 @@ class Verification:
             return None
         for file, error in broken.items():
             names = [fqn for fqn, at in lost.items() if at == file]
+            cause = other_kind(self.store, file) or error
             self._unreadable += [
-                Problem(file, f"cannot be read: {error}", fqn) for fqn in names or [""]
+                Problem(file, f"cannot be read: {cause}", fqn) for fqn in names or [""]
             ]
+        self._unreadable += [
+            Problem(file, "the index places this tensor in a file that does not hold it", fqn)
+            for fqn, file in lost.items()
+            if file not in broken
+        ]
         return catalog
 
     @property
     def num_entries(self) -> int:
-        """Returns the number of tensors and objects."""
-        return len(self.catalog.tensors) + len(self.catalog.objects) if self.catalog else 0
+        """Returns the number of tensors and objects, with those that the index has besides."""
+        if self.catalog is None:
+            return 0
+        names = {problem.fqn for problem in self._unreadable if problem.fqn}
+        return len({*self.catalog.tensors, *self.catalog.objects, *names})
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -191,7 +223,7 @@ class Verification:
         problems = [
             *compare_names(manifest, self.store),
             *self._unreadable,
-            *_extra(manifest, files),
+            *_extra(manifest, files, self._of_host(manifest, files)),
         ]
         same = {name: s.nbytes for name, s in manifest.files.items() if files.get(name) == s.nbytes}
         crcs = self._ask(same) if quick else self.hash(same)
@@ -203,6 +235,11 @@ class Verification:
         found = self.flaws() + ([] if quick else self._locate({p.file for p in damaged}))
         return problems + damaged + found, [name for name in same if crcs.get(name) is None]
 
+    def _of_host(self, manifest: Manifest, files: Mapping[str, int]) -> set[str]:
+        """Returns the files that the host of the job has added, as long as they were."""
+        noted = noted_by_host(self.store, manifest.attempt)
+        return {n for n, (nbytes, _) in noted.items() if files.get(n) == nbytes}
+
     def extra(self) -> list[str]:
         """Returns the files of a sealed directory that no save wrote.
 
@@ -211,9 +248,19 @@ class Verification:
         manifest = self.manifest
         if manifest is None or manifest.index is None:
             return []
-        known = {*manifest.files, manifest.index[0]}
         files = self.store.list_files(below=True)
-        regular = [n for n in files if n not in known and not is_ours(n) and n != PIN]
+        if others := of_other_attempts(manifest, files):
+            self.notes.append(
+                f"{len(others)} files are of other attempts at it, and are not read:"
+                f" {printable(', '.join(others[:3]))}; ckpt prune removes them from a run"
+            )
+        known = {*manifest.files, manifest.index[0]}
+        of_host = self._of_host(manifest, files)
+        regular = [
+            n
+            for n in files
+            if n not in known and (not is_ours(n) or n in of_host) and n != PIN and not note_of(n)
+        ]
         return [*regular, *self.store.strays()]
 
     def _ask(self, files: Iterable[str]) -> dict[str, int]:
@@ -302,9 +349,7 @@ class Verification:
             and (files is None or any(c.extent.file in files for c in t.chunks))
         ]
 
-    def fingerprints(
-        self, tensors: Sequence[TensorEntry], located: Mapping[Extent, Extent]
-    ) -> Mapping[str, int]:
+    def fingerprints(self, tensors: Sequence[TensorEntry], located: Payloads) -> Mapping[str, int]:
         """Reads tensors and returns their fingerprints. `located` has the positions of payloads."""
         sink = HashSink()
         tiles = tile_bytes(self._memory, self._jobs)
@@ -395,6 +440,34 @@ class Verification:
                 except FormatError as error:
                     found[tensor.fqn] = str(error)
         return found
+
+    def look_for_code(self, lost: Container[str]) -> None:
+        """Notes the objects that `dcp.load` would run code for: they ask for unknown types."""
+        assert self.catalog is not None
+        reader, found = ObjectReader(self.store), dict[str, str]()
+        names = [fqn for fqn in self.catalog.objects if fqn not in lost]
+        for fqn in names[:_MOST_OBJECTS]:
+            others = UnreadValues()
+            try:
+                reader.leaves(self.catalog.objects[fqn], others)
+            except UnsafePickleError as error:
+                found[fqn] = str(error)
+            except CheckpointError as error:
+                if is_unreadable(error):
+                    raise
+                continue  # no archive of torch: an object of another tool
+            if kinds := [printable(kind) for kind in others if "." in kind]:
+                found[fqn] = ", ".join(kinds[:4])
+        if found:
+            some = ", ".join(f"{printable(fqn)!r}: {kind}" for fqn, kind in [*found.items()][:4])
+            self.notes.append(
+                f"{len(found)} of {len(names)} objects ask for unknown types ({some}); dcp.load"
+                " would run code for them"
+            )
+        if len(names) > _MOST_OBJECTS:
+            self.notes.append(
+                f"only the first {_MOST_OBJECTS} of {len(names)} objects were searched for code"
+            )
 
     def _examine(self, files: set[str]) -> tuple[list[Problem], list[str]]:
         """Compares the CRC-32 of every archive record in some files."""
@@ -551,15 +624,16 @@ class Verification:
         return sink.findings(tensors)
 
 
-def _extra(manifest: Manifest, files: Iterable[str]) -> list[Problem]:
+def _extra(manifest: Manifest, files: Iterable[str], of_host: Iterable[str]) -> list[Problem]:
     """Returns a problem for each file that looks like a part of the checkpoint but is not.
 
     A checkpoint in a single file may have other files beside it.
     """
     if manifest.index is None:
         return []
-    known = {*manifest.files, manifest.index[0]}
-    # an attempt at another checkpoint may be running
+    files = list(files)
+    # another attempt may be at work, or a killed one has left what this one replaced
+    known = {*manifest.files, manifest.index[0], *of_other_attempts(manifest, files), *of_host}
     strange = [n for n in files if is_ours(n) and n not in known and not note_of(n)]
     return [Problem(n, "is no part of this checkpoint") for n in strange]
 

@@ -81,7 +81,6 @@ def verify(
     Raises:
         NotACheckpointError: there is no checkpoint.
         IntegrityError: it has no manifest, but one is required.
-        FormatError: the index is malformed, and there is no manifest.
         StorageError: it cannot be read.
     """
     if quick and deep:
@@ -103,9 +102,10 @@ def verify(
     unread = work.catalog.unread if work.catalog else {}
     if work.catalog and not quick and not work.is_remote:
         unread = {**unread, **work.find_unread(set(lost))}
+        work.look_for_code(set(lost))
     findings = work.scan({*lost, *unread}) if deep and work.catalog else []
     work.store.close()
-    sizes = work.sizes
+    sizes, extra = work.sizes, work.extra()
     return VerifyResult(
         redacted(work.store.url),
         work.manifest is not None,
@@ -116,7 +116,7 @@ def verify(
         lost,
         unknown,
         unread,
-        work.extra(),
+        extra,
         work.notes,
         findings,
         time.monotonic() - began,

@@ -1,10 +1,13 @@
-"""The protocols of publishing: a destination, and one attempt to write to it.
+"""What every place to publish to can do: a destination, and one attempt to write to it.
 
-`local_destination` implements them for a path, `bucket` for a prefix of an object store.
+A method that only one kind of place needs has a default here.
+
+`disk.destination` implements them for a path, `bucket.destination` for a prefix of an object store.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ckpt_tools.core.plan import Literal
 from ckpt_tools.engine.partition import Regions
-from ckpt_tools.publish.lock import RootLock
 from ckpt_tools.storage import Capabilities, Store, WritableStore, Writer
 from ckpt_tools.storage.object_info import ObjectInfo
 
@@ -20,12 +22,52 @@ if TYPE_CHECKING:
     from ckpt_tools.storage.s3.open_uploads import OpenUpload
 
 
+OLD_FILES_STAY = "files of what was there before could not be removed"  # begins a remark
+
+
+class Leftover(NamedTuple):
+    """Unfinished work of a dead job: a path, or the URL of an object or upload, and its kind.
+
+    `problem` tells why it could not be looked at, or removed; "" if it was removed.
+    """
+
+    url: str
+    what: str
+    problem: str = ""
+
+
+class RootLock(Protocol):
+    """The right to save to a root."""
+
+    @property
+    def written(self) -> bytes:
+        """Returns the contents of the lock's file, which the other ranks compare."""
+        ...
+
+    @property
+    def is_inherited(self) -> bool:
+        """Tells whether the holder before died, so that its unfinished work belongs to nobody."""
+        ...
+
+    def check(self) -> None:
+        """Makes sure that this job still holds the root.
+
+        Raises:
+            StorageError: another job has the root.
+        """
+        ...
+
+    def release(self) -> None:
+        """Gives up the right."""
+        ...
+
+
 class UploadNotes(NamedTuple):
     """The notes of an attempt on its uploads.
 
     Attributes:
         attempt: its id.
-        files: its data files.
+        files: its data files that are there.
         uploads: id and mark of the upload of each long file.
     """
 
@@ -46,35 +88,33 @@ class SharedStore(WritableStore, Protocol):
         ...
 
 
-class Attempt(Protocol):
-    """The files of one attempt, until they are published."""
+class Attempt(ABC):
+    """The files of one attempt, until they are published.
+
+    Attributes:
+        attempt: its id.
+        folder: the directory on a disk; None in an object store.
+    """
+
+    attempt: str
+    folder: Path | None
 
     @property
-    def attempt(self) -> str:
-        """Returns the id of the attempt."""
-        ...
-
-    @property
+    @abstractmethod
     def writable(self) -> WritableStore:
         """Returns the store that accepts the files."""
-        ...
 
-    @property
-    def folder(self) -> Path | None:
-        """Returns the directory on a disk; None in an object store."""
-        ...
-
+    @abstractmethod
     def files(self) -> Store:
         """Returns the store of the files, to read them."""
-        ...
 
+    @abstractmethod
     def sizes(self) -> Mapping[str, int]:
         """Lists the files that exist now, with their bytes."""
-        ...
 
+    @abstractmethod
     def sizes_of(self, names: Sequence[str]) -> Mapping[str, int]:
         """Returns the bytes of some files, as far as they exist now. Others may be included."""
-        ...
 
     @property
     def kept_nbytes(self) -> int:
@@ -82,8 +122,9 @@ class Attempt(Protocol):
 
         On a disk, the journal has this number instead.
         """
-        ...
+        return 0
 
+    @abstractmethod
     def keep_matching(self, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
         """Keeps the files of an earlier attempt that are right, and returns their names.
 
@@ -96,18 +137,19 @@ class Attempt(Protocol):
         Raises:
             StorageError: another attempt is at work there.
         """
-        ...
 
     def share(self, regions: Regions) -> SharedStore | None:
         """Returns the store into which one of several processes writes its regions.
 
         Returns None if every process may write anywhere in `writable`.
         """
-        ...
+        del regions
+        return None
 
     def copy_target(self, origin: Store) -> CopyTarget | None:
         """Returns a target for server-side copies from `origin`; None if the store cannot copy."""
-        ...
+        del origin
+        return None
 
     def prepare(self, files: Mapping[str, int]) -> None:
         """Prepares files that an earlier attempt has left, so that each can be written into.
@@ -115,7 +157,6 @@ class Attempt(Protocol):
         Args:
             files: bytes of every data file of the result.
         """
-        ...
 
     def begin_uploads(
         self, work: str, files: Mapping[str, int], earlier: UploadNotes | None
@@ -129,17 +170,19 @@ class Attempt(Protocol):
             files: bytes of every data file of the result.
             earlier: the attempt to continue.
         """
-        ...
+        del work, files, earlier
+        return {}
 
     def join_uploads(self, uploads: Mapping[str, OpenUpload]) -> None:
         """Continues the uploads that rank 0 has begun."""
-        ...
 
     def sync(self) -> None:
         """Makes the names of this process's files durable."""
-        ...
 
-    def publish(self, manifest: Literal | None, index: Literal | None) -> list[str]:
+    @abstractmethod
+    def publish(
+        self, manifest: Literal | None, index: Literal | None, files: Mapping[str, int]
+    ) -> list[str]:
         """Writes the manifest, and then makes the result visible in one step.
 
         Returns notes for the user.
@@ -147,11 +190,12 @@ class Attempt(Protocol):
         Args:
             manifest: None for a copy of a checkpoint without one.
             index: None for a single file, and on a disk for a directory that needs no index.
+            files: the bytes of each other file of the result, all of which must be there.
 
         Raises:
-            StorageError: another writer was first, or the store refuses. Nothing is visible then.
+            StorageError: another writer was first, a file is missing, or the store refuses. Nothing
+                is visible then.
         """
-        ...
 
 
 class CopiedRange(NamedTuple):
@@ -198,27 +242,27 @@ class CopyTarget(Protocol):
         ...
 
 
-class Destination(Protocol):
-    """The file or directory that an operation will write."""
+class Destination(ABC):
+    """The file or directory that an operation will write.
 
-    @property
-    def url(self) -> str:
-        """Returns the path or URL."""
-        ...
+    Attributes:
+        url: its path or URL.
+        names_attempts: the names of data files contain the id of the attempt.
+        needs_index: readers see each file at once, and the index makes it a checkpoint.
+    """
 
+    url: str
+    names_attempts = False
+    needs_index = False
+
+    @abstractmethod
     def exists(self) -> bool:
         """Tells whether a result exists. Leftovers of dead attempts do not count."""
-        ...
 
     @property
     def can_resume(self) -> bool:
         """Tells whether an interrupted attempt can be continued here."""
-        ...
-
-    @property
-    def names_attempts(self) -> bool:
-        """Tells whether the names of data files contain the id of the attempt."""
-        ...
+        return True
 
     def find_uploads(self, work: str, single: str) -> UploadNotes | None:
         """Returns the notes of the newest attempt at the same work; None on a disk.
@@ -227,8 +271,10 @@ class Destination(Protocol):
             work: identifies the work.
             single: the name of the only file; "" if the result has an index.
         """
-        ...
+        del work, single
+        return None
 
+    @abstractmethod
     def check(self, overwrite: bool, known: Container[str] = ()) -> None:
         """Refuses early a destination to which nothing can be published.
 
@@ -239,21 +285,16 @@ class Destination(Protocol):
         Raises:
             StorageError: it exists, holds foreign files, or cannot be written to.
         """
-        ...
 
     def name(self, file: str, attempt: str) -> str:
         """Returns the name of a data file of an attempt."""
-        ...
+        del attempt
+        return file
 
     @property
     def min_part_bytes(self) -> int:
         """Returns the least bytes of a copy on the server; 0 if the store never copies."""
-        ...
-
-    @property
-    def needs_index(self) -> bool:
-        """Tells whether readers see each file at once, and the index makes it a checkpoint."""
-        ...
+        return 0
 
     def claim(self) -> RootLock | None:
         """Claims the destination for one writer; None if a writer needs no claim.
@@ -261,30 +302,31 @@ class Destination(Protocol):
         Raises:
             StorageError: another writer has it.
         """
-        ...
+        return None
 
     def unfinished(self, names: Collection[str]) -> set[str]:
         """Returns which files at the destination are the work of interrupted attempts and copies.
 
         Publication removes them. The caller makes sure that there is no index.
         """
-        ...
+        del names
+        return set()
 
     def object_infos(self, names: Iterable[str]) -> Mapping[str, ObjectInfo] | None:
         """Returns for files at the destination who wrote them; None if the store does not know."""
-        ...
+        del names
+        return None
 
+    @abstractmethod
     def add_note(self, name: str, data: bytes, attempt: str) -> None:
         """Adds a small file to the checkpoint that exists at the destination.
 
         Raises:
             StorageError: a file of that name exists already, or it cannot be written.
         """
-        ...
 
     def give_up_uploads(self, names: Container[str]) -> None:
         """Ends unfinished uploads of some files, which this process alone may write."""
-        ...
 
     def check_room(self, nbytes: int) -> None:
         """Refuses early a result for which there is no room, if the store tells its room.
@@ -292,12 +334,12 @@ class Destination(Protocol):
         Raises:
             StorageError: there is less room than `nbytes`.
         """
-        ...
 
     def dead_attempts(self) -> list[Path]:
         """Returns the staging directories of dead attempts; none for an object store."""
-        ...
+        return []
 
+    @abstractmethod
     def right_files(
         self, attempt: str, files: Mapping[str, int], crcs: Mapping[str, int]
     ) -> set[str]:
@@ -310,12 +352,12 @@ class Destination(Protocol):
             files: bytes of every data file of the result.
             crcs: CRC-64/NVME of each, as far as known.
         """
-        ...
 
+    @abstractmethod
     def existing_result(self) -> tuple[Store, str]:
         """Returns the store of the existing result, and its name if it is one file, else ""."""
-        ...
 
+    @abstractmethod
     def stage(
         self,
         attempt: str,
@@ -334,13 +376,13 @@ class Destination(Protocol):
                 Files of an earlier attempt with this id are continued.
             takes_over: the directory of a dead attempt, which this one takes over.
         """
-        ...
 
     @property
     def takes_parts(self) -> bool:
         """Tells whether several processes can write one file."""
-        ...
+        return True
 
+    @abstractmethod
     def join(self, attempt: str, single: str = "", shares_files: bool = False) -> Attempt:
         """Returns the attempt that another process has begun.
 
@@ -352,4 +394,3 @@ class Destination(Protocol):
         Raises:
             StorageError: this process does not see it.
         """
-        ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from ckpt_tools.core.catalog import Extent
+from ckpt_tools.core.catalog import Payloads
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Plan, plan_files
 from ckpt_tools.core.threads import num_threads
@@ -19,6 +19,7 @@ from ckpt_tools.errors import (
     is_unreadable,
     printable,
 )
+from ckpt_tools.formats.registry import refuse_strays
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.ranks.base import ALONE, Group
 from ckpt_tools.storage import Store, read
@@ -63,8 +64,15 @@ def list_sealed(manifest: Manifest, store: Store) -> dict[str, int]:
 
 
 def compare_names(manifest: Manifest, store: Store) -> Iterator[Problem]:
-    """Yields the problems with names and sizes, and with the index, which is small and read."""
+    """Yields the problems with names and sizes, and with the index, which is small and read.
+
+    Raises:
+        StorageError: a file cannot be read, so nothing is known about it.
+    """
     files = list_sealed(manifest, store)
+    needed = {*manifest.files, *(manifest.index or ())[:1]}
+    if not needed <= files.keys():
+        refuse_strays(store, needed)
     for name, sealed in manifest.files.items():
         if name not in files:
             yield Problem(name, MISSING)
@@ -123,7 +131,7 @@ def hash_files(
 
 def execute_shared(
     plan: Plan,
-    located: Mapping[Extent, Extent],
+    located: Payloads,
     tiles: tuple[int, int],
     store: Store,
     sink: HashSink,

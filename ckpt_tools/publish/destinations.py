@@ -1,4 +1,4 @@
-"""Opens the destination of a path or URL, and the root of a run."""
+"""Opens the destination of a path or URL."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any
 
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.publish.base import Destination
-from ckpt_tools.publish.local_destination import LocalDestination
-from ckpt_tools.publish.local_root import LocalRoot
-from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.storage import check_url, is_url, local_path
+from ckpt_tools.publish.disk.destination import LocalDestination
+from ckpt_tools.storage import is_url, local_path
 
 
 def refuse_tilde(path: str | os.PathLike[str]) -> None:
@@ -49,27 +47,6 @@ def open_destination(
     refuse_tilde(where)
     if not is_url(where):
         return LocalDestination(Path(local_path(where)), accept)
-    from ckpt_tools.publish.bucket import RemoteDestination  # it imports much
+    from ckpt_tools.publish.bucket.destination import RemoteDestination  # it imports much
 
     return RemoteDestination(where, options)
-
-
-def open_root(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> RunRoot:
-    """Returns the root of a run.
-
-    Args:
-        path: a path or a URL.
-        options: of the object store, as fsspec takes them. A directory ignores them.
-
-    Raises:
-        StorageError: the URL has an empty segment.
-        PlanError: the path begins with `~`.
-    """
-    where = os.fspath(path)
-    refuse_tilde(where)
-    if not is_url(where):
-        return LocalRoot(Path(local_path(where)))
-    check_url(where)
-    from ckpt_tools.publish.bucket_root import BucketRoot  # it imports much
-
-    return BucketRoot(where, options)

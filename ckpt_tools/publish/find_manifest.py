@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
+
 from ckpt_tools.core.checksum import crc64nvme, hex64
-from ckpt_tools.errors import FormatError, IntegrityError, printable
+from ckpt_tools.errors import CheckpointError, FormatError, IntegrityError, printable
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.base import MANIFEST, note_of, short_name
+from ckpt_tools.formats.base import HOST, MANIFEST, note_name, note_of, short_name
 from ckpt_tools.formats.registry import INDEXES
 from ckpt_tools.publish.manifest import Manifest, parse_manifest
-from ckpt_tools.storage import Store, read
+from ckpt_tools.storage import Store, check_path, read
+from ckpt_tools.storage.base import MAX_NOTE_BYTES
 from ckpt_tools.storage.one_file import folder_of
 from ckpt_tools.storage.retries import read_again_if_wrong
 
 _READ_BYTES = 16 << 20
+_MOST_NAMES = 8  # of an error
 _MAX_BYTES = 128 << 20  # JSON takes up to twenty times its length in memory
 
 
@@ -34,27 +39,30 @@ def find_manifest(store: Store, beside: str = "") -> Manifest | None:
     Raises:
         FormatError: it is malformed, or of several none fits or more than one.
     """
-    files, names = store.list_files(), names_in(store, beside)
-    found = [read_manifest(store, name) for name in names]
-    if len(found) > 1:
-        if beside:
-            crc = _crc_of(store, beside)
-            found = [m for m in found if beside in m.files and m.files[beside].crc64nvme == crc][:1]
-        else:
-            found = [
-                m
-                for m in found
-                if m.index
-                and m.index[0] in files
-                and hex64(crc64nvme(read(store, m.index[0]))) == m.index[1].crc64nvme
-            ]
-        if len(found) != 1:
-            raise FormatError(
-                f"{len(names)} manifests, of which {len(found)} fit: {printable(', '.join(names))}"
-                f" ({printable(store.url)})",
-                hint="remove all but one that fits; or all of them, and then ckpt seal",
-            )
-    return found[0] if found else None
+    names = names_in(store, beside)
+    if len(names) < 2:
+        return read_manifest(store, names[0]) if names else None
+    fit: Manifest | None = None
+    num_fit, crcs, files = 0, dict[str, str](), store.list_files()
+    for name in names:  # one at a time: each may take much memory
+        found = read_manifest(store, name)
+        file, sealed = (beside, found.files.get(beside)) if beside else found.index or ("", None)
+        if sealed is None or file not in files:
+            continue
+        if file not in crcs:
+            crcs[file] = _crc_of(store, file)
+        if sealed.crc64nvme == crcs[file] and not (beside and fit):
+            fit, num_fit = found, num_fit + 1
+    if num_fit != 1:
+        shown = ", ".join(names[:_MOST_NAMES]) + f" and {len(names) - _MOST_NAMES} more" * (
+            len(names) > _MOST_NAMES
+        )
+        raise FormatError(
+            f"{len(names)} manifests, of which {num_fit} fit: {printable(shown)}"
+            f" ({printable(store.url)})",
+            hint="remove all but one that fits; or all of them, and then ckpt seal",
+        )
+    return fit
 
 
 def _crc_of(store: Store, name: str) -> str:
@@ -78,6 +86,23 @@ def read_manifest(store: Store, name: str) -> Manifest:
             f" ({printable(name)})"
         )
     return read_again_if_wrong(store, lambda: parse_manifest(read(store, name), name))
+
+
+def noted_by_host(store: Store, attempt: str = "") -> dict[str, tuple[int, int]]:
+    """Returns the files that the host of a job has added to a step, each with its size and time.
+
+    A malformed note vouches for nothing, nor does that of another attempt than `attempt`, if given.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for name in store.list_files():
+        is_note = note_of(name) == (HOST, "") and store.size(name) <= MAX_NOTE_BYTES
+        if is_note and (not attempt or name == note_name(HOST, attempt)):
+            with suppress(ValueError, TypeError, AttributeError, RecursionError, CheckpointError):
+                noted = json.loads(read(store, name)).items()
+                for path, (nbytes, time) in noted:
+                    check_path(path.removesuffix("/"), store.url)  # an empty folder has a slash
+                    found[path] = int(nbytes), int(time)
+    return found
 
 
 def manifest_of(store: Store) -> Manifest | None:

@@ -53,6 +53,8 @@ def held_by_another(root: str, holder: Mapping[str, Any], text: str) -> StorageE
                 " one before"
             ),
         )
+    if is_holder_alive(holder) is False:
+        text = f"unknown; the last one that its lock names has ended ({text})"
     return StorageError(
         f"another job writes to {printable(root)}: {text or 'unknown'}",
         hint="give each job a root of its own, or end that job first",

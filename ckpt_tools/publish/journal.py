@@ -20,15 +20,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.core.catalog import ChunkTable, Extent
+from ckpt_tools.core.catalog import Extent
 from ckpt_tools.core.checksum import crc64nvme, hex64
-from ckpt_tools.core.chunk_table import ArrayChunkTable
+from ckpt_tools.core.chunk_table import ChunkTable
 from ckpt_tools.core.logs import log
 from ckpt_tools.core.plan import Plan, plan_objects
 from ckpt_tools.engine.crc_watch import CrcWatch
 from ckpt_tools.engine.execute import BatchResult
 from ckpt_tools.engine.fingerprints import HashedRange, HashedRanges, TensorHashes
-from ckpt_tools.engine.schedule import Batch
+from ckpt_tools.engine.schedule import MIN_TILE_BYTES, Batch
 from ckpt_tools.engine.sinks import HashSink, SinkState, WriteSink
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.publish.check_manifest import execute_shared
@@ -65,12 +65,8 @@ def identify(operation: str, plan: Plan, source: Store, changes: str) -> str:
     for tensor in plan.tensors:
         chunks = tensor.chunks
         take(tensor.fqn, tensor.shape, tensor.src_dtype.name, tensor.dst_dtype.name, tensor.slots)
-        files |= (
-            chunks.file_names()
-            if isinstance(chunks, ChunkTable)
-            else {c.extent.file for c in chunks}
-        )
-        if isinstance(chunks, ArrayChunkTable):
+        files |= chunks.file_names()
+        if isinstance(chunks, ChunkTable):
             if chunks.names is not names:  # one table for all tensors
                 names = chunks.names
                 take(names)
@@ -123,7 +119,8 @@ def find_dead_attempt(dead: Iterable[Path], work: str) -> DeadAttempt | None:
             problem = _trust_problem(path) if journals else ""
             heads = [next(_lines(file), None) for file in journals] if not problem else []
             tiles = next((cut for head in heads if (cut := _tiles(head, work))), None)
-            if tiles and not any(_is_made_in(path, head) for head in heads):
+            # a power cut may have torn the first line of a journal, which is not read then
+            if tiles and not all(head is None or _is_made_in(path, head) for head in heads):
                 problem = "it is a copy of another directory"
             if problem:
                 log.warning("not resumed, since %s: %s", problem, printable(str(path)))
@@ -151,6 +148,8 @@ def _trust_problem(folder: Path) -> str:
         )
         if not is_plain or found.st_uid != os.geteuid():
             return f"{printable(path.name)} in it is a link, a device, or of another user"
+        if stat.S_ISDIR(found.st_mode) and path.match(GLOB):
+            return f"{printable(path.name)} in it is a directory"
     return ""
 
 
@@ -162,7 +161,7 @@ def _tiles(head: object, work: str) -> tuple[int, int] | None:
         case {
             "work": name,
             "tiles": [int(some), int(most)],
-        } if name == work and 0 < some <= most < _HUGE:
+        } if name == work and MIN_TILE_BYTES <= some <= most < _HUGE:
             return some, most
     return None
 

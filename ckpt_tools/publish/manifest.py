@@ -17,8 +17,10 @@ from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Literal, Plan
 from ckpt_tools.core.statistics import TensorStatistics, unpack_statistics
 from ckpt_tools.errors import FormatError, printable
-from ckpt_tools.formats.base import MANIFEST, note_name
+from ckpt_tools.formats.base import MANIFEST, attempt_of, is_attempt_id, note_name, note_of
 from ckpt_tools.formats.dcp.format import is_data_file
+from ckpt_tools.formats.dcp.metadata import MAX_DIMS
+from ckpt_tools.ranks.base import MAX_RANKS
 from ckpt_tools.version import __version__
 
 VERSION = 2  # version 1 has no checksum of its own and is not read
@@ -159,6 +161,19 @@ def file_name(attempt: str, beside: str = "") -> str:
     return note_name(MANIFEST, attempt, beside)
 
 
+def of_other_attempts(manifest: Manifest, files: Iterable[str]) -> list[str]:
+    """Returns the files beside a checkpoint that other attempts have written, by their names.
+
+    They belong to an attempt that this one has replaced, or to one at work.
+    """
+    own = {*manifest.files, file_name(manifest.attempt)}
+
+    def is_other(name: str) -> bool:
+        return bool(attempt_of(name)) or note_of(name) == (MANIFEST, "")
+
+    return [name for name in files if name not in own and is_other(name)]
+
+
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("attempt", "created", "tool", "operation", "format"), (str,)),
     "source": (dict,),
@@ -170,7 +185,6 @@ _KEYS = {"ranges": "runs"}  # in the text, if it differs from the field
 _TABLES = ("files", "tensors", "objects", "pickles")  # a line for each entry
 _OMITTED = ("metrics", "timing", "objects", "pickles")  # absent rather than empty
 _HEX = re.compile(r"[0-9a-f]+")
-_ATTEMPT = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _OWN = re.compile(rb',\n "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
 
 
@@ -197,7 +211,12 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         for key, kinds in _KINDS.items():
             if type(body[key]) not in kinds:
                 raise ValueError(f"{key} is a {type(body[key]).__name__}")
-        if not _ATTEMPT.fullmatch(body["attempt"]):
+        for key in ("world_size", "step"):
+            if body[key] is not None:
+                _count(body[key], key)
+        if (body["world_size"] or 0) > MAX_RANKS:
+            raise ValueError(f"world_size is above {MAX_RANKS:,}")
+        if not is_attempt_id(body["attempt"]):
             raise ValueError(f"attempt is {body['attempt']!r}, not a UUID")
         return Manifest(
             **{
@@ -248,8 +267,7 @@ def seal_pickles(literals: Iterable[Literal]) -> dict[str, SealedPickle]:
 
 
 def _sealed(entry: Mapping[str, Any]) -> SealedFile:
-    if type(entry["nbytes"]) is not int or entry["nbytes"] < 0:
-        raise ValueError(f"nbytes is {entry['nbytes']!r}")
+    _count(entry["nbytes"], "nbytes")
     # ranges without a CRC-32 are not used
     ranges = [found for found in entry.get("runs", ()) if len(found) != 3]
     return SealedFile(
@@ -285,8 +303,25 @@ def _numbers(key: str, entry: Mapping[str, Any]) -> dict[str, float | None]:
     return {str(name): value if value is None else float(value) for name, value in entry.items()}
 
 
+def _count(value: object, what: str) -> int:
+    """Returns a number of bytes or elements that a file can have."""
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{what} is no number from 0 to 2**62")
+    return value
+
+
+def _shape(dims: object) -> tuple[int, ...]:
+    if not isinstance(dims, list) or len(dims) > MAX_DIMS:
+        raise ValueError(f"a shape is no list of at most {MAX_DIMS} numbers")
+    numel = 1
+    for dim in dims:
+        numel *= _count(dim, "a dim")
+        _count(numel, "the number of elements")
+    return tuple(dims)
+
+
 def _sealed_tensor(entry: Mapping[str, Any]) -> SealedTensor:
-    shape, found = tuple(map(int, entry["shape"])), entry.get("statistics")
+    shape, found = _shape(entry["shape"]), entry.get("statistics")
     return SealedTensor(
         str(entry["dtype"]),
         shape,

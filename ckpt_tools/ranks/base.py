@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 from ckpt_tools.errors import PlanError
 
 T = TypeVar("T")
+MAX_RANKS = 1_000_000  # of a job that a checkpoint is of
 
 
 class Group(Protocol):

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from ckpt_tools.core import ending
 from ckpt_tools.errors import PlanError
 from ckpt_tools.ranks.gloo import GlooGroup
 
@@ -78,9 +79,10 @@ def joined() -> Iterator[GlooGroup]:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         os.environ.update(slurm_variables(os.environ))
     dist.init_process_group("gloo", timeout=dt.timedelta(seconds=timeout_s))
-    group = GlooGroup(timeout_s)
+    group = GlooGroup(timeout_s, is_interruptible=True)
     try:
         yield group
     finally:
-        group.close()
-        dist.destroy_process_group()
+        if not ending.has_begun():  # the process ends without its threads and its connections
+            group.close()
+            dist.destroy_process_group()

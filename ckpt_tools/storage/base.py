@@ -221,6 +221,7 @@ class Store(WritableStore, Protocol):
 _TRUSTED_BYTES = 1 << 20
 # Metadata files are read whole. A `.metadata` of a million chunks has 0.1 GiB.
 MAX_WHOLE_BYTES = 1 << 30
+MAX_NOTE_BYTES = 16 << 20  # of a note in JSON, which takes up to 25 times as much memory
 
 
 def read(store: Store, path: str, start: int = 0, nbytes: int | None = None) -> bytes:

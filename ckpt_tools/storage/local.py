@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 import stat
 import threading
 from collections.abc import Iterable, Mapping
@@ -45,6 +46,18 @@ def failed(operation: str, path: str | Path, error: OSError) -> StorageError:
     )
 
 
+def with_room(fd: int) -> int:
+    """Returns a new descriptor; lets the process open more files if half of its numbers are taken.
+
+    A checkpoint of 2,000 ranks has 2,000 files, and most shells allow a process 1,024.
+    """
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if fd >= allowed // 2 and allowed < most:
+        with suppress(OSError, ValueError):  # then `ulimit -n` is the hint of a later error
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(4 * allowed, most), most))
+    return fd
+
+
 class LocalStore:
     """Files under one directory.
 
@@ -73,14 +86,14 @@ class LocalStore:
         try:
             found = sorted(os.scandir(self.root), key=lambda e: e.name)
             files = {
-                e.name: e.stat().st_size for e in found if e.is_file() and self._is_inside(e.path)
+                e.name: e.stat().st_size for e in found if e.is_file() and self._lies_inside(e)
             }
-            for folder in (e for e in found if below and e.is_dir() and self._is_inside(e.path)):
+            for folder in (e for e in found if below and e.is_dir() and self._lies_inside(e)):
                 inner = sorted(os.scandir(folder.path), key=lambda e: e.name)
                 files |= {
                     f"{folder.name}/{e.name}": e.stat().st_size
                     for e in inner
-                    if e.is_file() and self._is_inside(e.path)
+                    if e.is_file() and self._lies_inside(e)
                 }
         except OSError as error:
             raise failed("list a directory", self.root, error) from error
@@ -168,10 +181,14 @@ class LocalStore:
             return {
                 e.name: os.readlink(e.path) if e.is_symlink() else "no regular file"
                 for e in found
-                if not (e.is_dir() or (e.is_file() and self._is_inside(e.path)))
+                if not (e.is_dir() or (e.is_file() and self._lies_inside(e)))
             }
         except OSError as error:
             raise failed("list a directory", self.root, error) from error
+
+    def _lies_inside(self, entry: os.DirEntry[str]) -> bool:
+        """Tells whether an entry of a listing lies within the root; only a link can lead out."""
+        return not entry.is_symlink() or self._is_inside(entry.path)
 
     def _open(self, path: str) -> int:
         fd = self._fds.get(path)
@@ -190,7 +207,7 @@ class LocalStore:
                 f" {printable(str(_real_path(full)))}"
             )
         try:
-            fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            fd = with_room(os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
         except OSError as error:
             raise failed("open", full, error) from error
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -299,12 +316,8 @@ class _LocalWriter:
         self.path = path
         name, folder = at or (path, None)
         try:
-            self._fd = os.open(
-                name,
-                os.O_WRONLY | (os.O_CREAT | os.O_EXCL) * is_new | os.O_CLOEXEC | os.O_NOFOLLOW,
-                0o666,
-                dir_fd=folder,
-            )
+            how = os.O_WRONLY | (os.O_CREAT | os.O_EXCL) * is_new | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = with_room(os.open(name, how, 0o666, dir_fd=folder))
         except OSError as error:
             raise failed("create" if is_new else "open", path, error) from error
         try:

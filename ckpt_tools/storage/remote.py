@@ -13,6 +13,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tools.core import ending
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.backend import THREADS, Backend, Entry, FsspecBackend
 from ckpt_tools.storage.base import (
@@ -24,6 +25,7 @@ from ckpt_tools.storage.base import (
     check_path,
     check_url,
 )
+from ckpt_tools.storage.kept import KEPT
 from ckpt_tools.storage.object_info import ObjectInfo, SmallObject
 from ckpt_tools.storage.prefetch import FRUGAL, ROOMY, Prefetcher
 from ckpt_tools.storage.retries import ATTEMPTS, error_text, pause, retry
@@ -293,6 +295,22 @@ class RemoteStore:
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         if not len(buffer):
             return
+        version = self._kept_as(path, start, len(buffer))
+        if version is not None and (data := KEPT.get(version)) is not None:
+            buffer[:] = data
+            return
+        self._read_into(path, start, buffer)
+        if version is not None:
+            KEPT.put(version, bytes(buffer))
+
+    def _kept_as(self, path: str, start: int, nbytes: int) -> tuple[str, str] | None:
+        """Returns the version of a whole index or note, whose bytes may be kept; else None."""
+        etag = self._etags.get(path)
+        is_whole = start == 0 and nbytes == self._sizes.get(path)
+        is_record = path.endswith((".json", ".metadata"))
+        return (f"{self.url}/{path}", etag) if etag and is_whole and is_record else None
+
+    def _read_into(self, path: str, start: int, buffer: memoryview) -> None:
         window = self._ahead.take(path, start, len(buffer))
         if (
             window is None
@@ -302,7 +320,7 @@ class RemoteStore:
             return
         if window is not None:
             try:
-                data = window.future.result()
+                data = ending.result(window.future)
             except BaseException as error:  # read again below, which raises the error
                 if isinstance(error, (KeyboardInterrupt, SystemExit)):
                     raise
@@ -335,7 +353,7 @@ class RemoteStore:
         got = 0
         for attempt in range(ATTEMPTS):
             data: Data = self._call(
-                "read", path, lambda: self._submit(path, start, nbytes).result()
+                "read", path, lambda: ending.result(self._submit(path, start, nbytes))
             )
             if len(data) == nbytes:
                 return data

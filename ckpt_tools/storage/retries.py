@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from ckpt_tools.core import ending
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import (
     CatalogError,
@@ -21,14 +24,17 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.ranks.base import ALONE, Group
 from ckpt_tools.storage.base import Store, Traffic
+from ckpt_tools.storage.kept import KEPT
 
 T = TypeVar("T")
 
 ATTEMPTS = 4
+_FIRST_WORD_S, _TICK_S, _IDLE_TICKS = 5.0, 0.5, 10
 _LEAST_SECRET = 3  # shorter logins occur in other words
 _SECRET = re.compile(
     r"(?i)([\w-]*(?:secret|token|password|credential|signature|key(?!s\b|count|-?marker))[\w-]*)([\"']?\s*[=:]\s*[\"']?)[^\s\"'&,)]+"
 )
+_NO_BUCKET = ("NoSuchBucket", "bucket does not exist")
 _UNREACHABLE = "is the endpoint right? --storage-option endpoint_url=…"
 _OUTAGE = (
     "Timeout",
@@ -62,7 +68,7 @@ _HINTS = (
         ("NoSuchUpload",),
         "another process has completed or given up this upload: look at the destination",
     ),
-    (("NoSuchBucket", "bucket does not exist"), "there is no such bucket"),
+    (_NO_BUCKET, "make the bucket, or correct its name or the endpoint"),
     (
         ("AccessDenied", "Forbidden", "Access Denied", "PermissionError"),
         "the credentials are wrong, or do not permit this",
@@ -94,18 +100,26 @@ def retry(
     Raises:
         StorageError: the failure is permanent, or every try failed.
     """
+    with _WAITS.noted(operation, url):
+        return _tried(operation, url, call, missing, traffic)
+
+
+def _tried(
+    operation: str, url: str, call: Callable[[], Any], missing: Any, traffic: Traffic | None
+) -> Any:
     for attempt in range(ATTEMPTS):
+        ending.refuse_wait()
         if traffic is not None:
             traffic.add(operation)
         try:
             return call()
         except FileNotFoundError as error:
-            if missing is not None and not any(
-                word in _text(error) for word in ("NoSuchBucket", "bucket does not exist")
-            ):
+            is_bucket = any(word in _text(error) for word in _NO_BUCKET)
+            if missing is not None and not is_bucket:
                 return missing
+            what = "bucket" if is_bucket else "object"
             raise StorageError(
-                f"cannot {operation}: no such object ({printable(url)})",
+                f"cannot {operation}: no such {what} ({printable(url)})",
                 hint=hint(error),
                 is_missing=True,
             ) from None
@@ -117,6 +131,51 @@ def retry(
                 continue
             raise failure(operation, url, error) from None
     raise AssertionError
+
+
+class _Waits:
+    """The calls of stores that are under way. A thread warns of one that takes long."""
+
+    def __init__(self) -> None:
+        self._calls: dict[object, tuple[float, str, str]] = {}
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def noted(self, operation: str, url: str) -> Iterator[None]:
+        """Notes a call while it runs."""
+        key = object()
+        self._calls[key] = (time.monotonic(), operation, url)
+        if self._thread is None or not self._thread.is_alive():  # a fork has none
+            with self._lock:
+                self._thread = threading.Thread(target=self._watch, name="ckpt-waits", daemon=True)
+                self._thread.start()
+        try:
+            yield
+        finally:
+            self._calls.pop(key, None)
+
+    def _watch(self) -> None:
+        """Warns after 5 s of one wait, then after 10 s, 20 s and so on; ends when there is none."""
+        next_word_s, idle = _FIRST_WORD_S, 0
+        while idle < _IDLE_TICKS:
+            time.sleep(_TICK_S)
+            began, operation, url = min(self._calls.copy().values(), default=(0.0, "", ""))
+            waited_s = time.monotonic() - began if operation else 0.0
+            idle = 0 if operation else idle + 1
+            if waited_s < _FIRST_WORD_S:
+                next_word_s = _FIRST_WORD_S
+            elif waited_s >= next_word_s:
+                next_word_s *= 2
+                log.warning(
+                    "waiting for the store, for %.0f s so far: %s %s",
+                    waited_s,
+                    operation,
+                    printable(url),
+                )
+
+
+_WAITS = _Waits()
 
 
 def failure(operation: str, url: str, error: BaseException) -> StorageError:
@@ -251,6 +310,7 @@ def read_again_if_wrong(store: Store, read: Callable[[], T], group: Group = ALON
         if group.size > 1 or not store.capabilities.is_remote:
             raise
         store.close()
+        KEPT.forget(f"{store.url}/")
         result = read()
         log.warning(
             "bytes from %s were wrong at first, and right when read again: %s",

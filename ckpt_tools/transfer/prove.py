@@ -6,11 +6,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import BytesEntry, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.catalog import (
+    BytesEntry,
+    Catalog,
+    Chunk,
+    Payloads,
+    TensorEntry,
+    one_chunk,
+)
 from ckpt_tools.core.checksum import crc32, hex64
 from ckpt_tools.core.coverage import replicas
 from ckpt_tools.core.dtypes import BY_NAME, DType
-from ckpt_tools.core.plan import Plan, Slot, Target, TensorPlan, plan_copies
+from ckpt_tools.core.plan import Plan, Slot, Target, TensorPlan, plan_overlaps
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
@@ -45,7 +52,6 @@ def sealed_fingerprints(
     """
     if manifest is None:
         return {}
-    stored = {t.chunks[0].extent: fqn for fqn, t in source.catalog.tensors.items() if t.chunks}
     objects = {item.extent: fqn for fqn, item in source.catalog.objects.items()}
     found = {}
     for tensor in plan.tensors:
@@ -55,8 +61,8 @@ def sealed_fingerprints(
                 crc64 = int(manifest.objects[fqn].crc64nvme, 16)
                 found[tensor.fqn] = SealedFingerprint(fqn, crc64)
         elif tensor.src_dtype is tensor.dst_dtype and tensor.chunks:
-            fqn = stored.get(catalog.tensors[tensor.fqn].chunks[0].extent, "")
-            # a part of it has another
+            fqn = catalog.tensors[tensor.fqn].stored_name
+            # a part of it has another fingerprint
             if fqn in manifest.tensors and source.catalog.tensors[fqn].chunks == tensor.chunks:
                 found[tensor.fqn] = SealedFingerprint(
                     fqn, int(manifest.tensors[fqn].fingerprint, 16)
@@ -92,11 +98,11 @@ def prove_fingerprints(
             )
 
 
-def prove_copies(
+def prove_planned_replicas(
     source: Source,
     catalog: Catalog,
     plan: Plan,
-    located: Mapping[Extent, Extent],
+    located: Payloads,
     jobs: int,
     tiles: tuple[int, int],
 ) -> None:
@@ -109,7 +115,7 @@ def prove_copies(
     tensors = [catalog.tensors[t.fqn] for t in plan.tensors if not t.is_object]
     objects = [catalog.objects[t.fqn] for t in plan.tensors if t.is_object]
     found = [*_copies_of_tensors(tensors), *_copies_of_objects(catalog, objects)]
-    _compare_copies(source, found, located, jobs, tiles)
+    _compare_replicas(source, found, located, jobs, tiles)
     _prove_objects(source, catalog, plan)
 
 
@@ -158,18 +164,18 @@ def prove_replicas(
         group: reads a share each.
 
     Raises:
-        IntegrityError: two copies differ; the message names them.
+        IntegrityError: two replicas differ; the message names them.
     """
     found = [*_copies_of_tensors(tensors), *_copies_of_objects(source.catalog, objects)]
     mine = found[group.rank :: group.size]
-    entries = [copies.entry for copies in mine if copies.entry is not None]
+    entries = [group.entry for group in mine if group.entry is not None]
     located = source.format.locate(source.store, entries) if entries else {}
     jobs = num_threads(jobs)
     tiles = tile_bytes(memory_bytes or DEFAULT_MEMORY_BYTES, jobs)
-    _compare_copies(source, mine, located, jobs, tiles)
+    _compare_replicas(source, mine, located, jobs, tiles)
 
 
-class _Copies(NamedTuple):
+class _Replicas(NamedTuple):
     """The chunks that hold the same elements of a tensor, or the same object."""
 
     fqn: str
@@ -178,17 +184,17 @@ class _Copies(NamedTuple):
     entry: TensorEntry | None
 
 
-def _copies_of_tensors(tensors: Iterable[TensorEntry]) -> Iterator[_Copies]:
+def _copies_of_tensors(tensors: Iterable[TensorEntry]) -> Iterator[_Replicas]:
     for entry in tensors:
         for chunks in replicas(entry):
-            yield _Copies(entry.fqn, entry.dtype, chunks, entry)
+            yield _Replicas(entry.fqn, entry.dtype, chunks, entry)
 
 
-def _copies_of_objects(catalog: Catalog, objects: Iterable[BytesEntry]) -> Iterator[_Copies]:
-    """Yields the copies of objects.
+def _copies_of_objects(catalog: Catalog, objects: Iterable[BytesEntry]) -> Iterator[_Replicas]:
+    """Yields the replicas of objects.
 
     Raises:
-        IntegrityError: two copies have different lengths.
+        IntegrityError: two replicas have different lengths.
     """
     for item in objects:
         box = whole((item.extent.nbytes,))
@@ -197,24 +203,24 @@ def _copies_of_objects(catalog: Catalog, objects: Iterable[BytesEntry]) -> Itera
             if chunk.extent.nbytes != item.extent.nbytes:
                 raise _differ(catalog, item.fqn, chunks[0], chunk)
         if item.replicas:
-            yield _Copies(item.fqn, BY_NAME["uint8"], chunks, None)
+            yield _Replicas(item.fqn, BY_NAME["uint8"], chunks, None)
 
 
-def _compare_copies(
+def _compare_replicas(
     source: Source,
-    found: Sequence[_Copies],
-    located: Mapping[Extent, Extent],
+    found: Sequence[_Replicas],
+    located: Payloads,
     jobs: int,
     tiles: tuple[int, int],
 ) -> None:
     probes: list[TensorPlan] = []
-    for number, copies in enumerate(found):
-        for copy, chunk in enumerate(copies.chunks):
+    for number, group in enumerate(found):
+        for place, chunk in enumerate(group.chunks):
             box = whole(chunk.box.sizes)
-            slots, alone = (Slot(box, "", 0),), (Chunk(box, chunk.extent),)
-            name, plans = f"{number}.{copy}", tuple(plan_copies([box], [box]))
+            slots, alone = (Slot(box, "", 0),), one_chunk(box, chunk.extent)
+            name, overlaps = f"{number}.{place}", plan_overlaps([box], [box])
             probes.append(
-                TensorPlan(name, box.sizes, copies.dtype, copies.dtype, alone, slots, plans)
+                TensorPlan(name, box.sizes, group.dtype, group.dtype, alone, slots, overlaps)
             )
     if not probes:
         return
@@ -223,10 +229,10 @@ def _compare_copies(
         schedule(Plan(tuple(probes), Target("", {}, {})), located, *tiles), source.store, sink, jobs
     )
     fingerprints = sink.fingerprints.join()
-    for number, copies in enumerate(found):
-        for copy, chunk in enumerate(copies.chunks):
-            if fingerprints[f"{number}.{copy}"] != fingerprints[f"{number}.0"]:
-                raise _differ(source.catalog, copies.fqn, copies.chunks[0], chunk)
+    for number, group in enumerate(found):
+        for place, chunk in enumerate(group.chunks):
+            if fingerprints[f"{number}.{place}"] != fingerprints[f"{number}.0"]:
+                raise _differ(source.catalog, group.fqn, group.chunks[0], chunk)
 
 
 def _differ(catalog: Catalog, fqn: str, first: Chunk, second: Chunk) -> IntegrityError:

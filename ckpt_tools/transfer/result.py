@@ -89,7 +89,7 @@ def result_of(
         files,
         sum(not t.is_object for t in plan.tensors),
         sum(t.is_object for t in plan.tensors),
-        plan.num_copies,
+        plan.num_overlaps,
         totals.read_nbytes,
         sum(files.values()),
         plan.payload_bytes,

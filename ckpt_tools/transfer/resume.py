@@ -15,9 +15,8 @@ from ckpt_tools.engine.execute import BatchResult
 from ckpt_tools.engine.schedule import tile_bytes
 from ckpt_tools.errors import CheckpointError, IntegrityError, PlanError, StorageError
 from ckpt_tools.publish import journal
-from ckpt_tools.publish.base import Attempt, Destination, UploadNotes
+from ckpt_tools.publish.base import Attempt, Destination, RootLock, UploadNotes
 from ckpt_tools.publish.find_manifest import find_manifest
-from ckpt_tools.publish.lock import RootLock
 from ckpt_tools.ranks.base import Group
 from ckpt_tools.storage import Store
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
-from ckpt_tools.core.box import Copy, flat_span, whole
-from ckpt_tools.core.catalog import RAW, Extent
+from ckpt_tools.core.box import Overlap, flat_span, whole
+from ckpt_tools.core.catalog import RAW, Payloads
 from ckpt_tools.core.dtypes import MAX_ITEMSIZE
-from ckpt_tools.core.plan import Plan, Slot, TensorPlan, plan_copies
+from ckpt_tools.core.plan import Plan, Slot, TensorPlan, plan_overlaps
 from ckpt_tools.engine.fingerprints import HashedRange
 from ckpt_tools.engine.partition import cut_slot
 from ckpt_tools.engine.sinks import WriteSink
@@ -110,7 +110,7 @@ def plan_within(
     manifest: Manifest,
     fingerprints: Mapping[str, SealedFingerprint],
     plan: Plan,
-    located: Mapping[Extent, Extent],
+    located: Payloads,
     copy_target: CopyTarget,
 ) -> ServerCopy | None:
     """Returns what the store can copy by itself, None for nothing.
@@ -159,8 +159,8 @@ def plan_within(
             )
         rest = tuple(chain.from_iterable(left))
         if rest:
-            copies = plan_copies([c.box for c in tensor.chunks], [s.box for s in rest])
-            tensors.append(replace(tensor, slots=rest, copies=tuple(copies)))
+            overlaps = plan_overlaps([c.box for c in tensor.chunks], [s.box for s in rest])
+            tensors.append(replace(tensor, slots=rest, overlaps=overlaps))
     nbytes = sum(p.nbytes for found in parts.values() for p in found if p.source)
     return ServerCopy(
         copy_target, parts, replace(plan, tensors=tuple(tensors)), known_slots, trusted, nbytes
@@ -181,7 +181,7 @@ class _Slots:
         manifest: Manifest,
         fingerprints: Mapping[str, SealedFingerprint],
         framed: set[str],
-        located: Mapping[Extent, Extent],
+        located: Payloads,
     ) -> None:
         self.framed, self.known, self._prints, self._located = (
             framed,
@@ -197,10 +197,10 @@ class _Slots:
         """Yields the slots of a tensor with what of them is one range at both ends."""
         if tensor.fqn not in self._prints or not (self._cells or _is_one(tensor)):
             return
-        copies: dict[int, list[Copy]] = {}
-        for copy in tensor.copies:
-            copies.setdefault(copy.dst, []).append(copy)
-        for number, mine in copies.items():
+        by_slot: dict[int, list[Overlap]] = {}
+        for overlap in tensor.overlaps:
+            by_slot.setdefault(overlap.dst, []).append(overlap)
+        for number, mine in by_slot.items():
             slot = tensor.slots[number]
             found = sorted(self._found(tensor, slot, mine))
             known = self._know(tensor, slot, found)
@@ -208,13 +208,15 @@ class _Slots:
                 self.known[tensor.fqn, number] = known
                 yield slot, found
 
-    def _found(self, tensor: TensorPlan, slot: Slot, copies: Iterable[Copy]) -> Iterator[CopyRange]:
-        """Yields the copies into a slot that are one range at both ends."""
+    def _found(
+        self, tensor: TensorPlan, slot: Slot, overlaps: Iterable[Overlap]
+    ) -> Iterator[CopyRange]:
+        """Yields the overlaps with a slot that are one range at both ends."""
         itemsize = tensor.dst_dtype.itemsize
-        for copy in copies:
-            chunk = tensor.chunks[copy.src]
+        for overlap in overlaps:
+            chunk = tensor.chunks[overlap.src]
             extent = self._located.get(chunk.extent, chunk.extent)
-            into, of = flat_span(copy.box, slot.box), flat_span(copy.box, chunk.box)
+            into, of = flat_span(overlap.box, slot.box), flat_span(overlap.box, chunk.box)
             if (
                 into
                 and of
@@ -226,7 +228,7 @@ class _Slots:
                     slot.start + into[0] * itemsize,
                     extent.start + of[0] * itemsize,
                 )
-                yield CopyRange(start, copy.box.numel * itemsize, extent.file, source_start)
+                yield CopyRange(start, overlap.box.numel * itemsize, extent.file, source_start)
 
     def _know(
         self, tensor: TensorPlan, slot: Slot, ranges: Iterable[CopyRange]

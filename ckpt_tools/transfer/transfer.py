@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from ckpt_tools.core.catalog import Catalog, Extent
+from ckpt_tools.core.catalog import Catalog, Extent, Payloads
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.coverage import replicas
 from ckpt_tools.core.plan import Literal, Plan, plan_transfer
@@ -56,8 +56,8 @@ from ckpt_tools.transfer.distribute import RankWork, collect, stage_together
 from ckpt_tools.transfer.options import Options, no_bar
 from ckpt_tools.transfer.prove import (
     SealedFingerprint,
-    prove_copies,
     prove_fingerprints,
+    prove_planned_replicas,
     sealed_fingerprints,
 )
 from ckpt_tools.transfer.result import TransferResult, bytes_by_dtype, result_of
@@ -176,7 +176,8 @@ class Transfer:
         with self.group.phase("check"):
             if not self.request.in_place:
                 check_apart(self.source.path, self.dst.url)
-            self.resume.check(overwrite or self.is_dry_run)
+            if not (self.request.in_place and self.is_dry_run):  # `thin` has checked the step
+                self.resume.check(overwrite or self.is_dry_run)
 
     # ---- plan: the same on all ranks, and that of an earlier attempt if one is continued ---------
 
@@ -227,7 +228,7 @@ class Transfer:
         with self.group.phase("look at what is read"):
             self.dst.check_room(room)
             self.assumes = self._may_assume()
-            self.located: Mapping[Extent, Extent] = (
+            self.located: Payloads = (
                 self.source.assume(self.tensors)
                 if self.assumes
                 else self.source.format.locate(self.source.store, self.tensors)
@@ -236,7 +237,7 @@ class Transfer:
                 self.sealed = manifest_of(self.source.store)
             else:
                 self.sealed = checked_manifest(self.source)
-            prove_copies(
+            prove_planned_replicas(
                 self.source, self.request.catalog, self.part, self.located, self.jobs, self.tiles
             )
             found = sealed_fingerprints(self.sealed, self.source, self.request.catalog, self.plan)
@@ -418,7 +419,7 @@ class Transfer:
         )
         literal = Literal(file_name(self.attempt_id, self.single), 0, manifest.render())
         self.resume.check_claim()
-        self.notes += attempt.publish(literal, self.target.index)
+        self.notes += attempt.publish(literal, self.target.index, self.target.file_sizes)
 
     def _manifest(
         self, files: Mapping[str, SealedFile], tensors: Mapping[str, SealedTensor]
@@ -497,7 +498,7 @@ def _add(counts: dict[str, int], more: Mapping[str, int]) -> None:
 
 def batches_for(
     plan: Plan,
-    located: Mapping[Extent, Extent],
+    located: Payloads,
     tiles: tuple[int, int],
     store: WritableStore,
     share: Share = ALL,

@@ -7,7 +7,7 @@ import resource
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +89,28 @@ def refused(path: Path, verb: str = "inspect", seconds: int = 40) -> str:
     done = limited(code, path, seconds=seconds)
     assert done.returncode == 1 and "ckpt_tools.errors." in done.stderr, done.stderr[-800:]
     return done.stderr
+
+
+def alike(count: int) -> Iterator[tuple[float, float]]:
+    """Yields pairs of floats whose tuples have one hash: the hash of a tuple can be inverted."""
+    mask, prime = (1 << 64) - 1, (1 << 61) - 1
+    p1, p2, p5 = 11400714785074694791, 14029467366897019727, 2870177450012600261
+
+    def turned(number: int, by: int) -> int:
+        return ((number << by) | (number >> (64 - by))) & mask
+
+    end = (0x1234567890ABCDEF - (2 ^ p5 ^ 3527539)) & mask
+    end = turned(end * pow(p1, -1, 1 << 64) & mask, 33)
+    first = 1.0
+    while count:
+        first += 1.0
+        begun = turned((p5 + hash(first) * p2) & mask, 31) * p1 & mask
+        lane = (end - begun) * pow(p2, -1, 1 << 64) & mask
+        signed = lane - (1 << 64) if lane >> 63 else lane
+        for by in range(61):
+            mantissa = ((abs(signed) << by) | (abs(signed) >> (61 - by))) & prime
+            second = float(mantissa) * 2.0 ** (61 - by if by else 0)
+            if abs(signed) < prime and mantissa < 1 << 53 and hash(second) == abs(signed):
+                yield first, second if signed > 0 else -second
+                count -= 1
+                break

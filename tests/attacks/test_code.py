@@ -39,6 +39,7 @@ LLAMA = {
 }
 
 
+@pytest.mark.slow
 def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path) -> None:
     work, proof = tmp_path / "work", tmp_path / "proof"
     work.mkdir()
@@ -53,7 +54,7 @@ def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path) -> No
     python = [sys.executable, "-P", "-m", "ckpt_tools"]
     for words in ([ckpt, *inspect], [ckpt, *convert], [*python, *inspect]):
         done = subprocess.run(
-            words, cwd=work, env=environment, capture_output=True, text=True, timeout=120
+            words, cwd=work, env=environment, capture_output=True, text=True, timeout=400
         )
         assert "Traceback" not in done.stderr, done.stderr
     assert not proof.exists()
@@ -77,6 +78,7 @@ def test_python_m_imports_nothing_of_ours_from_the_working_directory(tmp_path: P
     assert done.returncode == 0 and not (tmp_path / "proof").exists(), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "flag"),
     [
@@ -119,7 +121,7 @@ def test_a_config_s_own_code_is_not_run_whoever_answers(
         input="y\n" * 50,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     assert not proof.exists() and "Traceback" not in done.stderr
     assert done.returncode in (13, 14) or names == "AutoModel", done.stderr

@@ -116,9 +116,13 @@ def test_two_files_of_one_rank_are_refused(other: str, tmp_path: Path, ckpt: Run
 def test_a_set_of_shards_without_an_index_is_whole_or_refused(tmp_path: Path, ckpt: Run) -> None:
     for number, name in ((1, "a"), (3, "b")):
         save_file({name: torch.ones(2)}, tmp_path / f"model-0000{number}-of-00003.safetensors")
-    for words in (("verify", tmp_path), ("merge", tmp_path, tmp_path / "out" / "m.safetensors")):
+    for status, *words in (
+        (14, "verify", tmp_path),
+        (12, "merge", tmp_path, tmp_path / "out" / "m.safetensors"),
+    ):
         done = ckpt(*words)
-        assert done.returncode == 12 and "expected 3 files, got 2" in done.stderr
+        assert done.returncode == status, done
+        assert "expected 3 files, got 2" in done.stdout + done.stderr
     (tmp_path / "model-00001-of-00003.safetensors").unlink()
     assert ckpt("inspect", tmp_path).returncode == 12
     # one file is read if it is asked for
@@ -134,7 +138,7 @@ def test_half_a_character_in_an_index_is_one_line(index: str, tmp_path: Path, ck
     (tmp_path / index).write_text('{"weight_map":{"a":"\\ud800"}}')
     for verb in ("inspect", "verify", "stats"):
         done = ckpt(verb, tmp_path)
-        assert done.returncode in (10, 11, 15) and "Traceback" not in done.stderr, done.stderr
+        assert done.returncode in (10, 11, 14, 15) and "Traceback" not in done.stderr, done.stderr
 
 
 # ---- DeepSpeed -----------------------------------------------------------------------------------
@@ -293,7 +297,9 @@ def test_files_of_two_saves_in_one_tag_are_refused(tmp_path: Path) -> None:
     name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     (folder / f"bf16_{name}").write_bytes((folder / name).read_bytes())
     with pytest.raises(CatalogError, match="two files of one rank"):
-        ckpt_tools.verify(folder)
+        ckpt_tools.inspect(folder)
+    (problem,) = ckpt_tools.verify(folder).problems
+    assert "two files of one rank" in problem.what
 
 
 def universal(folder: Path, change: Callable[[Path, Any], None] | None = None) -> Path:
@@ -419,7 +425,7 @@ def test_no_other_model_takes_the_place_of_a_sealed_one(
         dcp.save(other, checkpoint_id=sealed / "pytorch_model_fsdp_0", no_dist=True)
     else:
         torch.save(other["model"], sealed / "pytorch_model_fsdp.bin")
-    assert ckpt("verify", sealed).returncode == 1
+    assert ckpt("verify", sealed).returncode == 14
     for call in (
         lambda: ckpt_tools.merge(sealed, tmp_path / "o.safetensors"),
         lambda: ckpt_tools.load(sealed, {"w": torch.zeros(400)}),
@@ -535,7 +541,7 @@ STATS = "import sys, ckpt_tools; ckpt_tools.stats(sys.argv[1])"
 
 
 def test_repetition_is_bounded_for_a_whole_checkpoint(tmp_path: Path) -> None:
-    expanded = {str(i): torch.zeros(1).expand(1 << 31) for i in range(9)}  # 72 GiB
+    expanded = {str(i): torch.zeros(1).expand(1 << 28) for i in range(9)}  # 9 GiB
     torch.save(expanded, tmp_path / "expanded.pt")
     shared = torch.zeros(1 << 20)
     torch.save({str(i): shared for i in range(6000)}, tmp_path / "shared.pt")  # 23 GiB

@@ -30,6 +30,7 @@ from ckpt_tools.formats.pickle.scan import scan
 from ckpt_tools.loop.state.archives import pack, unpack
 from tests.attacks.hostile import (
     GIB,
+    alike,
     entries,
     limited,
     number,
@@ -47,6 +48,7 @@ def objects() -> Iterator[tuple[str, bytes]]:
     yield "set", b"\x80\x02c__builtin__\nbytearray\n" + pickle_write.opcodes((1 << 40,)) + b"R."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "data"), list(objects()))
 def test_an_object_does_not_allocate_more_than_it_has(
     kind: str, data: bytes, tmp_path: Path
@@ -66,13 +68,14 @@ def test_an_object_does_not_allocate_more_than_it_has(
 
 def test_an_expanded_tensor_in_an_object_is_bounded(tmp_path: Path) -> None:
     assert unpack(pack({"x": [1, "two"]}), "x", False) == {"x": [1, "two"]}
-    for size, message in ((1 << 40, "repeats its elements too often"), (1 << 30, "far larger")):
+    for size, message in ((1 << 40, "repeats its elements too often"), (1 << 28, "far larger")):
         buffer = io.BytesIO()
         torch.save({"t": torch.ones(1).expand(size)}, buffer)
         with pytest.raises(FormatError, match=message):
             unpack(buffer.getvalue(), "o", False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_compressed_entries_are_refused_and_not_inflated(method: int, tmp_path: Path) -> None:
     buffer = io.BytesIO()
@@ -83,7 +86,8 @@ def test_compressed_entries_are_refused_and_not_inflated(method: int, tmp_path: 
         unpack(buffer.getvalue(), "o", False)
     (tmp_path / "s.pt").write_bytes(buffer.getvalue())
     with pytest.raises(FormatError, match="not stored as torch does it"):
-        ckpt_tools.verify(tmp_path / "s.pt")
+        ckpt_tools.inspect(tmp_path / "s.pt")
+    assert "not stored as torch does it" in str(ckpt_tools.verify(tmp_path / "s.pt").problems)
     assert lzma  # LZMA is here, so that it could have been inflated
 
 
@@ -169,31 +173,7 @@ def test_calls_of_a_pickle_copy_no_more_than_it_holds(kind: str, tmp_path: Path)
     assert "Error" in done.stderr and "ckpt_tools.errors." in done.stderr
 
 
-def alike(count: int) -> Iterator[tuple[float, float]]:
-    """Yields pairs of floats whose tuples have one hash: the hash of a tuple can be inverted."""
-    mask, prime = (1 << 64) - 1, (1 << 61) - 1
-    p1, p2, p5 = 11400714785074694791, 14029467366897019727, 2870177450012600261
-
-    def turned(number: int, by: int) -> int:
-        return ((number << by) | (number >> (64 - by))) & mask
-
-    end = (0x1234567890ABCDEF - (2 ^ p5 ^ 3527539)) & mask
-    end = turned(end * pow(p1, -1, 1 << 64) & mask, 33)
-    first = 1.0
-    while count:
-        first += 1.0
-        begun = turned((p5 + hash(first) * p2) & mask, 31) * p1 & mask
-        lane = (end - begun) * pow(p2, -1, 1 << 64) & mask
-        signed = lane - (1 << 64) if lane >> 63 else lane
-        for by in range(61):
-            mantissa = ((abs(signed) << by) | (abs(signed) >> (61 - by))) & prime
-            second = float(mantissa) * 2.0 ** (61 - by if by else 0)
-            if abs(signed) < prime and mantissa < 1 << 53 and hash(second) == abs(signed):
-                yield first, second if signed > 0 else -second
-                count -= 1
-                break
-
-
+@pytest.mark.slow
 def test_tuples_of_floats_that_hash_alike_are_no_keys(tmp_path: Path) -> None:
     pairs = list(alike(3000))
     assert len({hash(pair) for pair in pairs}) == 1
@@ -270,6 +250,7 @@ def test_tuples_within_sizes_are_no_keys_either() -> None:
             scan(data, "x")
 
 
+@pytest.mark.slow
 def test_references_to_tuples_are_no_keys_of_an_object_s_state() -> None:
     pairs = [
         b"G" + struct.pack(">d", a) + b"G" + struct.pack(">d", b) + b"\x86\x94"
@@ -344,6 +325,7 @@ def test_shapes_of_very_many_dims_end_in_no_recursion(num_dims: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_long_strings_of_a_gguf_file_are_not_kept(tmp_path: Path) -> None:
     count, size = 3000, 1 << 20
     with (tmp_path / "b.gguf").open("wb") as out:

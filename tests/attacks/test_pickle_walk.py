@@ -13,8 +13,7 @@ import ckpt_tools
 from ckpt_tools import CheckpointError, FormatError, UnsafePickleError
 from ckpt_tools.formats.dcp.metadata import parse_metadata
 from ckpt_tools.formats.pickle.scan import scan
-from tests.attacks.hostile import torch_file
-from tests.attacks.test_cost import alike, limited
+from tests.attacks.hostile import alike, limited, torch_file
 
 METADATA = b"torch.distributed.checkpoint.metadata"
 
@@ -102,6 +101,7 @@ HIDDEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", HIDDEN, ids=lambda made: made.__name__)
 def test_nothing_is_hidden_from_the_walk(made: Callable[[], bytes]) -> None:
     with pytest.raises(UnsafePickleError, match=HIDDEN[made]):
@@ -132,6 +132,7 @@ def test_one_dict_can_be_the_state_of_many_objects() -> None:
             parse_metadata(data, "x")
 
 
+@pytest.mark.slow
 def test_unknown_types_are_few(tmp_path: Path) -> None:
     same = torch_file(tmp_path / "x.pt", b"\x80\x02](" + b"ca\nb\n" * 400_000 + b"e.")
     other = b"".join(b"ca\nb%d\n" % n for n in range(100_000))

@@ -20,11 +20,12 @@ import torch
 import ckpt_tools
 from ckpt_tools import CheckpointManager, Retention, StorageError
 from ckpt_tools.loop.steps.retention import pin_step, remove_step
-from ckpt_tools.publish.attempt_mark import mark_name
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.staging import trash_path
+from ckpt_tools.publish.disk.attempt_mark import mark_name
+from ckpt_tools.publish.disk.staging import trash_path
 from ckpt_tools.publish.step_names import step_name
-from ckpt_tools.publish.steps import Step, list_steps
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import Step
+from ckpt_tools.run.steps import list_steps
 from tests.attacks.hostile import GIB, Run, limited
 from tests.servers.servers import Server
 
@@ -71,6 +72,7 @@ def test_a_step_that_was_saved_anew_stays(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".trash.*"))
 
 
+@pytest.mark.slow
 def test_a_step_in_a_bucket_that_was_saved_anew_stays(server: Server) -> None:
     server.bucket("anew")
     options = server.options
@@ -223,7 +225,7 @@ def staged_names(source: Path) -> list[str]:
     work = source.parent / "guess"
     work.mkdir()
     code = (
-        "import sys, ckpt_tools, ckpt_tools.publish.local_commit as local, os\n"
+        "import sys, ckpt_tools, ckpt_tools.publish.disk.commit as local, os\n"
         "local.publish_directory = lambda staged, *_: os._exit(9)\n"
         "ckpt_tools.copy(sys.argv[1], sys.argv[2])"
     )
@@ -234,6 +236,7 @@ def staged_names(source: Path) -> list[str]:
 # ---- mirrors of two runs -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_does_not_use_the_mirror_of_a_newer_one(server: Server, tmp_path: Path) -> None:
     server.bucket("mirrors")
     url, options = "s3://mirrors/run", server.options
@@ -339,6 +342,7 @@ class Endless(BaseHTTPRequestHandler):
         self.end_headers()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("verb", "path", "message"),
     [
@@ -366,6 +370,7 @@ def test_an_answer_without_end_is_refused(verb: str, path: str, message: str) ->
         server.server_close()
 
 
+@pytest.mark.slow
 def test_a_rollback_after_thinning_reaches_the_mirror(server: Server, tmp_path: Path) -> None:
     """Disk and mirror thin a step separately, so it has two ids."""
     server.bucket("thinned")

@@ -26,9 +26,10 @@ from ckpt_tools import (
     StorageError,
 )
 from ckpt_tools.core.plan import Literal
-from ckpt_tools.publish.destinations import open_destination, open_root
+from ckpt_tools.publish.bucket.lease import Lease
+from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.publish.find_manifest import find_manifest
-from ckpt_tools.publish.lease import Lease
+from ckpt_tools.run.roots import open_root
 from ckpt_tools.storage import LocalStore, write_file
 from tests.attacks.hostile import Run
 from tests.jobs import LONG
@@ -79,7 +80,7 @@ def test_a_staging_directory_that_is_moved_away_is_not_published(
             staged.folder.mkdir(mode=0o700)
         write_file(staged.writable, "__1_0.distcp", b"more")
         with pytest.raises(StorageError, match="has moved the staging directory away"):
-            staged.publish(MANIFEST, INDEX)
+            staged.publish(MANIFEST, INDEX, {})
     assert not list((tmp_path / "victim").iterdir()) and not (tmp_path / "out").exists()
     assert sorted(p.name for p in (tmp_path / "moved").glob("*.distcp")) == [
         "__0_0.distcp",
@@ -112,7 +113,7 @@ def test_a_directory_that_changes_during_the_write_is_not_replaced(
         change(target)
         before = os.readlink(target) if target.is_symlink() else sorted(os.listdir(target))
         with pytest.raises(StorageError, match="--overwrite never replaces"):
-            staged.publish(MANIFEST, INDEX)
+            staged.publish(MANIFEST, INDEX, {})
     assert before == (os.readlink(target) if target.is_symlink() else sorted(os.listdir(target)))
     assert not list(tmp_path.glob(".tmp.*"))
 
@@ -128,7 +129,7 @@ def test_a_file_that_appears_during_the_write_is_not_replaced(
         write_file(staged.writable, target.name, b"new")
         target.symlink_to(mine) if is_link else target.write_bytes(MINE)
         with pytest.raises(StorageError, match="--overwrite never replaces"):
-            staged.publish(manifest, None)
+            staged.publish(manifest, None, {})
     assert target.read_bytes() == MINE and target.is_symlink() is is_link
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.safetensors", "mine"]
 
@@ -162,15 +163,16 @@ def test_a_file_is_published_from_the_directory_that_was_opened(tmp_path: Path) 
         staged.folder.mkdir(mode=0o700)
         (staged.folder / target.name).write_bytes(b"EVIL")
         with suppress(StorageError):
-            staged.publish(manifest, None)
+            staged.publish(manifest, None, {})
     assert not target.exists() or target.read_bytes() == b"new"
 
 
+@pytest.mark.slow
 def test_overwriting_loses_nothing_while_others_look_for_leftovers(tmp_path: Path) -> None:
     source, out = checkpoint(tmp_path / "src"), tmp_path / "run" / "out"
     ckpt_tools.reshard(source, out, to_ranks=2)
     code = (
-        "import sys, pathlib; from ckpt_tools.publish.local_root import LocalRoot\n"
+        "import sys, pathlib; from ckpt_tools.run.disk_root import LocalRoot\n"
         "root = LocalRoot(pathlib.Path(sys.argv[1])); print('on', flush=True)\n"
         "while True: root.remove_leftovers()"
     )
@@ -295,6 +297,7 @@ FOREIGN = (
 )
 
 
+@pytest.mark.slow
 def test_a_step_of_a_bucket_with_a_foreign_file_stays(server: Server) -> None:
     """Each of the first steps has another foreign file; the one after them has none."""
     fs, url, options = server.bucket("strangers"), "s3://strangers/run", storage(server)
@@ -319,6 +322,7 @@ def test_a_step_of_a_bucket_with_a_foreign_file_stays(server: Server) -> None:
     assert all(fs.cat(path) == MINE for path in mine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOREIGN if LONG else FOREIGN[:3])
 def test_overwriting_in_a_bucket_removes_no_foreign_file(
     name: str, server: Server, tmp_path: Path, ckpt: Run
@@ -344,9 +348,14 @@ def test_a_copy_into_a_prefix_of_results_removes_none(server: Server, tmp_path: 
     before = names(fs, "results/rel")
     for target in ("s3://results/rel", "s3://results/rel/"):
         with pytest.raises(StorageError, match="the destination exists"):
-            ckpt_tools.copy(source, target, **options)
-        with pytest.raises(StorageError, match="the destination exists"):
             ckpt_tools.reshard(source, target, to_ranks=1, **options)
+    with pytest.raises(StorageError, match="the destination exists"):
+        ckpt_tools.copy(source, "s3://results/rel", **options)
+    ckpt_tools.copy(source, "s3://results/rel/", **options)  # below it, under its own name
+    assert before < names(fs, "results/rel") and f"{source.name}/.metadata" in names(
+        fs, "results/rel"
+    )
+    fs.rm(f"results/rel/{source.name}", recursive=True)
     for name in [n for n in before if "manifest" in n]:
         fs.rm(f"results/rel/{name}")
     with pytest.raises(StorageError, match="the destination exists"):
@@ -455,6 +464,7 @@ def test_a_checksum_that_a_stranger_claims_is_not_believed(server: Server, tmp_p
             assert fs.cat(f"{target}/__0_0.distcp") == data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pid", ["abc", None, [1], 1e300, True])
 def test_a_lease_with_a_malformed_process_is_none(pid: Any, server: Server, tmp_path: Path) -> None:
     fs = server.bucket("leases")

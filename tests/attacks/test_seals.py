@@ -118,6 +118,7 @@ def test_a_copy_of_a_changed_index_or_without_a_sealed_file_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_names_of_thousands_of_keys_take_no_minutes(tmp_path: Path) -> None:
     """The time was the square of the number of keys: minutes for this file of 14 MB."""
     header = {

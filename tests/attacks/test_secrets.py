@@ -18,6 +18,7 @@ from tests.servers.faults import serving
 SIGNED = "X-Amz-Signature=5ecret1&X-Amz-Credential=AKIA5ecret2&sig=5ecret3"
 
 
+@pytest.mark.slow
 def test_secrets_of_urls_are_nowhere(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "m.pt")
     save_file({"w": torch.ones(3)}, tmp_path / "m.safetensors")

@@ -76,3 +76,59 @@ def test_text_of_a_checkpoint_never_reaches_the_terminal_raw(tmp_path: Path, ckp
         assert "Traceback" not in done.stderr, (words, done.stderr)
         text = done.stdout + done.stderr
         assert not [c for c in UNSEEN.replace("\n", "") if c in text], (words, text)
+
+
+# what a regular expression, a formula, markup, a template, a format, a glob, a page, a shell and a
+# parser of options would each read in its own way
+INTERPRETED = [
+    "(a+)+$b",
+    r"\1\g<0>",
+    "$x^{2}$",
+    "[bold red]x[/bold red]",
+    "[link=file:///etc/passwd]x",
+    "{{ 7*7 }}",
+    "{0.__class__}",
+    "%(x)s %n",
+    "[!a]*?",
+    "<script>alert(1)</script>",
+    "&amp;&#39;",
+    "`id` $(id)",
+    "~root",
+    "--overwrite",
+]
+
+
+def test_text_of_a_checkpoint_is_never_read_as_a_language(tmp_path: Path, ckpt: Run) -> None:
+    model = {name: torch.arange(2.0) + number for number, name in enumerate(INTERPRETED)}
+    root = tmp_path / "run"
+    with CheckpointManager(root, statistics=True) as checkpoints:
+        for step in (1, 2):
+            state = {"model": {n: t * step for n, t in model.items()}, "told": dict.fromkeys(model)}
+            checkpoints.save(step, state, asynchronous=False)
+    step = "run/step-00000002"
+    for words in (
+        ["inspect", step],
+        ["inspect", step, "--tree"],
+        ["stats", step],
+        ["diff", "run/step-00000001", step],
+    ):
+        done = ckpt(*words, cwd=tmp_path)
+        assert done.returncode in (0, 1), (words, done.stderr)
+        for name in INTERPRETED:
+            assert name in done.stdout, (words, name, done.stdout)
+    for words, made in (
+        (["merge", step, "m.safetensors"], "m.safetensors"),
+        (["convert", step, "t.pt", "--to", "torch"], "t.pt"),
+        (["reshard", step, "r", "--to", "2"], "r"),
+        (["salvage", step, "g"], "g"),
+    ):
+        done = ckpt(*words, cwd=tmp_path)
+        assert done.returncode == 0, (words, done.stderr)
+        names = ckpt_tools.open(tmp_path / made).keys()
+        assert {name.removeprefix("model.") for name in names} >= set(INTERPRETED), words
+    done = ckpt("report", "run", "-o", "page.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    data = ckpt_tools.report_data(root)  # test_report.py opens such pages in a browser
+    assert {t["name"].removeprefix("model.") for t in data["tensors"]} == set(INTERPRETED)
+    done = ckpt("report", "run", "--select", "*", "--png", "chart.png", cwd=tmp_path)
+    assert done.returncode == 0 and (tmp_path / "chart.png").exists(), done.stderr

@@ -26,8 +26,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from ckpt_tools import CheckpointManager
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import damage, list_steps
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import damage
+from ckpt_tools.run.steps import list_steps
 
 NUM_TENSORS, NUMEL = 5, 30_000
 

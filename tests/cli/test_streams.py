@@ -36,6 +36,7 @@ def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
 def test_a_closed_stream_changes_neither_the_result_nor_the_status(
     closed: str, source: Path, tmp_path: Path
@@ -57,6 +58,7 @@ def shown(source: Path) -> list[list[str]]:
     return [*helps, ["inspect", str(source)], ["inspect", f"{source}/é"]]
 
 
+@pytest.mark.slow
 def test_help_is_shown_in_a_locale_without_letters_beyond_ascii(source: Path) -> None:
     for words in shown(source):
         done = shell(f"{COMMAND} {shlex.join(words)}", LC_ALL="C", PYTHONUTF8="0")

@@ -5,16 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.core.box import Box, BoxIndex, bands, flat_range_boxes, flat_start, is_flat, whole
+from ckpt_tools.core.box import BoxIndex, bands, flat_range_boxes, flat_start, is_flat, whole
+from tests.core.painting import painted
 from tests.strategies import full_shapes, shapes, tilings
-
-
-def painted(shape: tuple[int, ...], boxes: list[Box]) -> np.ndarray:
-    """Oracle: how often each element is named, counted by numpy."""
-    canvas = np.zeros(shape, int)
-    for box in boxes:
-        canvas[box.slices()] += 1
-    return canvas
 
 
 @given(shapes, st.data())

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.core.box import Box, whole
-from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.catalog import Catalog, Chunk, ChunkList, Extent, TensorEntry, one_chunk
 from ckpt_tools.core.coverage import check, replicas
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.naming import model_only, strip_wrappers, stripper
@@ -21,12 +21,14 @@ def catalog(shape: tuple[int, ...], boxes: Iterable[Box], fqn: str = "w") -> Cat
     for box in boxes:
         chunks.append(Chunk(box, Extent("f", at, max(0, box.numel * 4))))
         at += max(0, box.numel * 4)
-    return Catalog("test", {fqn: TensorEntry(fqn, F32, shape, tuple(chunks))}, file_sizes={"f": at})
+    return Catalog(
+        "test", {fqn: TensorEntry(fqn, F32, shape, ChunkList(chunks))}, file_sizes={"f": at}
+    )
 
 
 def named(*names: str, paths: dict[str, tuple[str, ...]] | None = None) -> Catalog:
     entries = {
-        n: TensorEntry(n, F32, (1,), (Chunk(whole((1,)), Extent("f", 4 * i, 4)),))
+        n: TensorEntry(n, F32, (1,), one_chunk(whole((1,)), Extent("f", 4 * i, 4)))
         for i, n in enumerate(names)
     }
     return Catalog("test", entries, paths=paths or {}, file_sizes={"f": 4 * len(names)})
@@ -76,14 +78,14 @@ def test_equal_boxes_are_replicas_and_not_an_overlap() -> None:
     ],
 )
 def test_extents_must_lie_in_files_that_exist(extent: Extent, message: str) -> None:
-    entry = TensorEntry("w", F32, (4,), (Chunk(whole((4,)), extent),))
+    entry = TensorEntry("w", F32, (4,), one_chunk(whole((4,)), extent))
     with pytest.raises(CatalogError, match=message):
         check(Catalog("test", {"w": entry}, file_sizes={"f": 16}))
 
 
 def test_items_that_share_bytes_are_refused() -> None:
     entries = {
-        n: TensorEntry(n, F32, (4,), (Chunk(whole((4,)), Extent("f", s, 16)),))
+        n: TensorEntry(n, F32, (4,), one_chunk(whole((4,)), Extent("f", s, 16)))
         for n, s in (("a", 0), ("b", 8))
     }
     with pytest.raises(CatalogError, match="share bytes"):

@@ -17,7 +17,7 @@ from ckpt_tools.core.placements import (
     rank_boxes,
     reshard_boxes,
 )
-from tests.core.test_box import painted
+from tests.core.painting import painted
 from tests.strategies import full_shapes
 
 

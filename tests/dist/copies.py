@@ -190,6 +190,13 @@ def held():
     return {"a": Holder(model := linear()["model"]), "model": model}
 
 
+def own_and_buffer():
+    """A tensor of the state that a module holds as a buffer, by whose name it is stored."""
+    model, value = nn.Module(), torch.full((3,), float(RANK))
+    model.register_buffer("b", value)
+    return {"model": model, "own": value}
+
+
 def one_kind_each():
     """A parameter on rank 0, and a buffer on the others."""
     model, value = nn.Module(), torch.full((3,), float(RANK))
@@ -206,6 +213,33 @@ def equal():
     optimizer = torch.optim.AdamW(model.parameters())
     step_of(model, optimizer)
     return {"model": model, "optimizer": optimizer, "x": torch.ones(3)}
+
+
+class Trainer:
+    """An object of the user's own that holds a module."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def state_dict(self):
+        return {"net": self.model.state_dict(), "seen": torch.full((2,), RANK)}
+
+    def load_state_dict(self, state):
+        self.model.load_state_dict(state["net"])
+
+
+class Container:
+    """Moments that differ, in an object that is no optimizer of torch."""
+
+    def state_dict(self):
+        return {"state": {"w": {"exp_avg": torch.full((4,), float(RANK))}}}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def trainer():
+    return {"job": Trainer(linear()["model"])}
 
 
 STATES = {
@@ -225,9 +259,15 @@ STATES = {
     "ema": average,
     "renamed": plain_state,
     "held": held,
+    "own and buffer": own_and_buffer,
     "one kind each": one_kind_each,
     "conjugated": lambda: {"w": torch.full((3,), complex(RANK, 1)).conj()},
     "equal": equal,
+    "trainer": trainer,
+    "container": lambda: {"optimizer": Container()},
+    "far": lambda: {"w": torch.full((4,), [0.0, 1.0, 100.0, 3.0][RANK])},
+    "fp4": lambda: {"w": torch.full((4,), RANK + 1, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)},
+    "statistics": lambda: {"model": batch_norm()["model"].module.state_dict()},
 }
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_tools.loop.saving.copies import digest_on_device, digests
+from ckpt_tools.loop.saving.replicas import digest_on_device, digests
 from tests.conftest import torchrun
-from tests.dist.test_real_jobs import stock_load
+from tests.stock_jobs import stock_load
 
 HOW = ("save", "background", "stages", "plugin")
 # the tensor that is named, and the largest difference
@@ -27,15 +27,21 @@ DIFFER = {
 DIFFER |= {
     "renamed": ("model.weight", "6 of 6 elements, by at most 1 "),
     "held": ("w", "4 of 4 elements, by at most 1 "),
+    "own and buffer": ("model.b", "3 of 3 elements, by at most 1 "),
     "conjugated": ("'w'", "3 of 3 elements, by at most 1 "),
+    "trainer": ("job.net.weight", "4 of 4 elements, by at most 1 "),
+    "container": ("optimizer.state.w.exp_avg", "4 of 4 elements, by at most 1 "),
+    "fp4": ("'w'", "4 of 4 elements ("),
     "one kind each": ("model.w", "3 of 3 elements, by at most 1 "),
 }
 ON_FOUR = {
     "two meshes": ("'w'", "6 of 6 elements, by at most 12 "),
+    "far": ("'w'", "4 of 4 elements, by at most 100 "),
     "hsdp": ("model.weight", "1 of 32 elements, by at most 0.25 "),
 }
-NO_MODEL = ("ema", "scales", "held")  # the plugin gets models and plain tensors here
-LOCAL, NOTED = ("local, even", "local, uneven"), ("batch norm", "sharded batch norm")
+NO_MODEL = ("ema", "scales", "held", "own and buffer", "statistics", "trainer", "container")  # the plugin gets models and plain tensors here
+LOCAL = ("local, even", "local, uneven")
+NOTED = ("batch norm", "sharded batch norm", "statistics")
 
 
 def cases(names: Any) -> list[str]:
@@ -92,7 +98,8 @@ def test_statistics_of_a_batch_norm_are_those_of_rank_0_and_a_note_says_so(
     path = folder / case.replace(": ", "-").replace(" ", "_")
     step = path / "step-00000001" if how in ("background", "stages") else path
     got = stock_load(step, tmp_path)["model"]
-    for key, want in torch.load(folder / f"{name.replace(' ', '_')}.pt").items():
+    buffers = f"{'batch_norm' if name == 'statistics' else name.replace(' ', '_')}.pt"
+    for key, want in torch.load(folder / buffers).items():
         found_names = [n for n in got if n.endswith(key)]
         assert len(found_names) == 1 and torch.equal(got[found_names[0]], want)
 

@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt_tools
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import damage, list_steps, look_at
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import damage, look_at
+from ckpt_tools.run.steps import list_steps
 from tests.conftest import torchrun
 from tests.dist import device
-from tests.dist.test_real_jobs import assert_same, same_bits, stock_load
+from tests.stock_jobs import assert_same, same_bits, stock_load
 
 CRASHES = ["fsdp1"] if device.is_shared(4) else []
 

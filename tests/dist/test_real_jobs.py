@@ -17,39 +17,16 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckpt_tools
 from tests.conftest import ALL_CASES, torchrun
+from tests.stock_jobs import RESHARDED, assert_same, same_bits, stock_load
 
 Saved = Callable[[int], Path]
 MERGED = [c for c in ALL_CASES.split() if c != "differ"]
-RESHARDED = [c for c in ALL_CASES.split() if c not in ("differ", "local")]
 
 
-def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Equality of bytes: NaN payloads and the sign of zero count."""
-    if got.dtype != want.dtype or got.shape != want.shape:
-        return False
-    return torch.equal(got.contiguous().flatten().view(torch.uint8), want.contiguous().flatten().view(torch.uint8))
 
 
-def stock_load(path: Path, tmp_path: Path) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp_to_torch_save(path, tmp_path / "stock.pt")
-    return torch.load(tmp_path / "stock.pt", weights_only=False)
 
 
-def assert_same(got: Any, want: Any, path: str = "") -> None:
-    if isinstance(want, dict):
-        assert set(got) == set(want), path
-        for key in want:
-            assert_same(got[key], want[key], f"{path}.{key}")
-    elif isinstance(want, torch.Tensor):
-        assert same_bits(got, want), path
-    elif isinstance(want, (list, tuple)):
-        assert len(got) == len(want), path
-        for number, value in enumerate(want):
-            assert_same(got[number], value, f"{path}[{number}]")
-    else:
-        assert got == want, path
 
 
 def inference_names(names: list[str]) -> list[str]:

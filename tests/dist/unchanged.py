@@ -25,7 +25,7 @@ from ckpt_tools import CheckpointManager
 from ckpt_tools.loop.state import state_dict as exporting
 from ckpt_tools.loop.state.modules import module_state
 from tests.dist import device
-from tests.loop.test_state_cache import check, flat
+from tests.loop.cached_states import check, flat
 
 root = Path(sys.argv[1])
 here = device.begin()

@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tools.core.box import Box, row_major_strides, whole
-from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.catalog import Catalog, Chunk, ChunkList, Extent, TensorEntry
 from ckpt_tools.core.coverage import check
 from ckpt_tools.core.dtypes import BY_NAME
-from ckpt_tools.core.plan import Literal, Slot, Target, plan_copies, plan_transfer
+from ckpt_tools.core.plan import Literal, Slot, Target, plan_overlaps, plan_transfer
 from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.kernels import cast
 from ckpt_tools.engine.schedule import schedule
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import StorageError
 from ckpt_tools.storage import MemoryStore
-from tests.core.test_box import painted
+from tests.core.painting import painted
 from tests.strategies import full_shapes, shapes, tilings
 
 DTYPES = {"uint8": "u1", "float16": "f2", "float32": "f4", "int64": "i8", "complex128": "c16"}
@@ -27,7 +27,7 @@ DTYPES = {"uint8": "u1", "float16": "f2", "float32": "f4", "int64": "i8", "compl
 @given(full_shapes, st.data())
 def test_copies_tile_every_target_exactly(shape: tuple[int, ...], data: st.DataObject) -> None:
     src, dst = data.draw(tilings(shape)), data.draw(tilings(shape))
-    copies = plan_copies(src, dst)
+    copies = plan_overlaps(src, dst)
     for number, box in enumerate(dst):
         assert (
             painted(shape, [c.box for c in copies if c.dst == number]) == painted(shape, [box])
@@ -55,7 +55,7 @@ def source(
         )
         chunks.append(Chunk(box, extent))
         data += part.tobytes()
-    entry = TensorEntry("w", BY_NAME[dtype], values.shape, tuple(chunks))
+    entry = TensorEntry("w", BY_NAME[dtype], values.shape, ChunkList(chunks))
     return MemoryStore({"f": data}), Catalog("test", {"w": entry}, file_sizes={"f": len(data)})
 
 

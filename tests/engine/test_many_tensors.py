@@ -12,12 +12,13 @@ from safetensors.torch import load_file
 import ckpt_tools
 from ckpt_tools.core.box import Box, BoxIndex
 from ckpt_tools.core.placements import reshard_boxes
-from ckpt_tools.core.plan import plan_copies
+from ckpt_tools.core.plan import plan_overlaps
 from tests.jobs import LONG
 
 MANY = 20_000 if LONG else 4_000
 
 
+@pytest.mark.slow
 def test_thousands_of_tensors_merge_and_reshard(tmp_path: Path) -> None:
     values = torch.arange(MANY * 16, dtype=torch.float32).view(MANY, 4, 4)
     state = {"model": {f"layers.{i}.w": values[i].clone() for i in range(MANY)}}
@@ -53,7 +54,7 @@ def test_pairing_looks_at_neighbours_and_not_at_all_pairs(dim: int) -> None:
         if b
     ]
     Counted.count = 0
-    copies = plan_copies(src, dst)
+    copies = plan_overlaps(src, dst)
     assert len(copies) < len(src) + len(dst)
     assert Counted.count <= 4 * (len(src) + len(dst))
 

@@ -39,8 +39,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.tensor import DTensor
 
 from ckpt_tools import CheckpointError, CheckpointManager, RngState
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import damage, list_steps
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import damage
+from ckpt_tools.run.steps import list_steps
 from tests.dist.save import Net, fully_shard
 from tests.jobs import EVERY
 

@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 
 from ckpt_tools import CheckpointManager, load
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import damage, find_latest, list_steps
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import damage
+from ckpt_tools.run.steps import RunListing, find_latest
 from tests.faults.fleet import Fleet, inject
 
 CALLS = ("mkdir", "pwrite64", "fsync", "fchmod", "renameat2", "rename", "unlink", "unlinkat")
@@ -37,7 +38,7 @@ def go_back(root: Path, tell: Callable[[str], None], go: Path) -> None:
 
 def check(root: Path) -> str:
     """Proves that a run is whole, and returns which branch it is on."""
-    steps = list_steps(open_root(root), with_superseded=True)
+    steps = RunListing(open_root(root)).all_steps
     assert all(damage(s) == "" for s in steps if not s.problem), steps
     held = set()
     for step in steps:

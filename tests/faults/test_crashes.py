@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.staging import restore_aside
-from ckpt_tools.publish.steps import find_latest
+from ckpt_tools.publish.disk.staging import restore_aside
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.steps import find_latest
 from tests.faults.crashes import Disk, crash, record
 from tests.jobs import LONG
 
@@ -77,6 +77,7 @@ def old_or_new(
     return check
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
 @pytest.mark.parametrize("verb", ["merge", "reshard", "copy"])
 def test_a_result_is_there_whole_or_not_at_all(
@@ -108,6 +109,7 @@ def test_a_result_is_there_whole_or_not_at_all(
     assert seen == {"old", "new"}
 
 
+@pytest.mark.slow
 def test_where_names_cannot_be_exchanged_the_old_one_comes_back(
     source: Path, tmp_path: Path
 ) -> None:
@@ -130,6 +132,7 @@ def test_where_names_cannot_be_exchanged_the_old_one_comes_back(
     assert seen == {"old", "new"} and stood_aside == {True, False}
 
 
+@pytest.mark.slow
 def test_a_run_has_a_newest_step_that_is_right(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     right: dict[str, Files] = {}

@@ -22,7 +22,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from ckpt_tools.publish import staging as local
+from ckpt_tools.publish.disk import staging as local
+from tests.faults.leftovers import leftovers
 from tests.jobs import EVERY, LONG, QUICK_STRACE, STRACE
 
 VERBS = {
@@ -54,10 +55,6 @@ def start(work: Path, *args: str, **kwargs: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
     )  # type: ignore[call-overload]
-
-
-def leftovers(work: Path) -> list[str]:
-    return [p.name for p in work.iterdir() if p.name.startswith((".tmp.", ".trash.", ".aside."))]
 
 
 def is_complete(work: Path, source: Path) -> bool:
@@ -115,6 +112,7 @@ def status_of(pid: int) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_in_the_middle_leaves_nothing(
@@ -140,6 +138,62 @@ def test_a_signal_in_the_middle_leaves_nothing(
     assert hits == 3
 
 
+STUCK = """
+import os, signal, threading
+from ckpt_tools.cli import process
+
+signal.signal(signal.SIGINT, process.interrupted)
+signal.signal(signal.SIGTERM, process.terminated)
+process._PATIENCE_S = 1
+lock = threading.Lock()
+lock.acquire()
+try:
+    os.kill(os.getpid(), int(os.environ["NUMBER"]))
+    lock.acquire()
+finally:
+    threading.Thread(target=lock.acquire).start()
+    lock.acquire()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_lock_that_a_signal_has_left_held_does_not_keep_the_process(number: int) -> None:
+    environment = os.environ | {"NUMBER": str(int(number))}
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert done.returncode == 128 + number and "did not end in time" in done.stderr
+
+
+AFTER = """
+import os, signal, sys
+from ckpt_tools.cli.app import main
+
+def trace(frame, event, _):
+    if frame.f_code.co_name == "_confirm":  # it makes the new name durable, after the commit
+        return trace
+    if frame.f_code.co_name == "sync_directory" and frame.f_back.f_code.co_name == "_confirm":
+        sys.settrace(None)
+        os.kill(os.getpid(), signal.SIGINT)
+
+sys.settrace(trace)
+main()
+"""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_signal_after_the_commit_says_that_the_result_is_there(
+    verb: str, work: Path, source: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AFTER, *VERBS[verb]], cwd=work, capture_output=True, text=True
+    )
+    assert done.returncode == 130, done.stderr
+    assert "interrupted; the result is complete at the destination" in done.stderr
+    assert is_complete(work, source)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_second_signal_in_the_middle_of_the_first_ones_work(
     verb: str, work: Path, source: Path
@@ -165,6 +219,7 @@ def test_a_second_signal_in_the_middle_of_the_first_ones_work(
         remove_results(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 def test_kill_9_at_any_moment_leaves_absent_or_complete_and_a_rerun_cleans_up(
     verb: str, work: Path, source: Path
@@ -190,6 +245,7 @@ def test_kill_9_at_any_moment_leaves_absent_or_complete_and_a_rerun_cleans_up(
     assert leftovers(work) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 def test_kill_9_while_overwriting_leaves_the_old_or_the_new_whole(
     verb: str, work: Path, source: Path
@@ -210,6 +266,7 @@ def test_kill_9_while_overwriting_leaves_the_old_or_the_new_whole(
         assert is_complete(work, source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_run_leaves_the_staging_of_a_live_one_alone(verb: str, work: Path, source: Path) -> None:
     # it has locked what it has made
@@ -347,6 +404,7 @@ def test_a_destination_that_cannot_be_written_to_is_refused(work: Path, source: 
     assert "cannot be written to" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 @pytest.mark.parametrize(
     ("verb", "fault"),
@@ -389,6 +447,7 @@ with CheckpointManager(sys.argv[1], keep_last=1) as checkpoints:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 @pytest.mark.parametrize("error", ["ENOSYS", "ENOLCK"])
 def test_a_file_system_without_locks(error: str, tmp_path: Path) -> None:
@@ -433,6 +492,7 @@ def test_a_file_system_without_locks(error: str, tmp_path: Path) -> None:
 NO_FLAGS = ["-e", "inject=renameat2:error=EINVAL"]  # as NFS answers
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 @pytest.mark.parametrize("fault", ["signal=SIGKILL", "error=EIO"])
 @pytest.mark.parametrize(("verb", "call"), [("reshard", "rename"), ("merge", "linkat")])

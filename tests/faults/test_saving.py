@@ -18,9 +18,10 @@ import torch
 
 from ckpt_tools import CheckpointManager, StorageError
 from ckpt_tools.loop.steps.retention import prune_steps
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.retention_rules import Retention
-from ckpt_tools.publish.steps import damage, list_steps
+from ckpt_tools.run.retention import Retention
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import damage
+from ckpt_tools.run.steps import list_steps
 from tests.command import run_job
 from tests.conftest import HERE
 from tests.jobs import LONG, torchrun_command
@@ -33,6 +34,7 @@ def fleet(root: Path, *args: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["stops", "limits", "unshared", "disagree"])
 def test_the_failure_of_one_rank_is_told_by_all(scenario: str, tmp_path: Path) -> None:
     if scenario == "unshared" and os.geteuid():
@@ -40,12 +42,14 @@ def test_the_failure_of_one_rank_is_told_by_all(scenario: str, tmp_path: Path) -
     fleet(tmp_path, scenario)
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_instant_loses_nothing_and_the_job_goes_on(tmp_path: Path) -> None:
     assert "0 lost" in fleet(
         tmp_path, "kills", "--runs", "25" if LONG else "12", "--seed", str(time.time_ns() % 10**6)
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 # kills at any instant are above
 @pytest.mark.parametrize("fault", ["error=EIO", "signal=SIGKILL"] if LONG else ["error=EIO"])
@@ -53,6 +57,7 @@ def test_a_fault_at_every_call_of_a_save_that_changes_the_disk(fault: str, tmp_p
     fleet(tmp_path, "syscalls", "--faults", fault)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 def test_going_back_to_an_older_step_is_safe_at_every_call_that_changes_the_disk(
     tmp_path: Path,
@@ -144,6 +149,7 @@ def losses(folder: Path) -> dict[int, float]:
 SMALL = ("data.batch_size=4", "data.seq_len=32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1] if LONG else [signal.SIGTERM])
 def test_a_signal_ends_the_step_saves_it_and_exits_with_its_code(
     number: signal.Signals, tmp_path: Path

@@ -148,6 +148,7 @@ def test_truncation_at_any_byte_is_an_error() -> None:
             parse_metadata(data[:nbytes], "test")
 
 
+@pytest.mark.slow
 def test_no_single_flipped_bit_does_more_than_raise() -> None:
     data = genuine()
     for position in range(len(data)):

@@ -15,7 +15,7 @@ from safetensors.torch import save
 
 import ckpt_tools
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import RAW, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.catalog import RAW, Catalog, Extent, TensorEntry, one_chunk
 from ckpt_tools.core.coverage import check
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.placements import reshard_boxes
@@ -54,7 +54,7 @@ def filled(form: ModuleType, dtype: str, ranks: int) -> tuple[MemoryStore, dict[
     for name, shape in zip(NAMES, SHAPES, strict=True):
         raw = values[name].tobytes()
         entries[name] = TensorEntry(
-            name, BY_NAME[dtype], shape, (Chunk(whole(shape), Extent("f", len(blob), len(raw))),)
+            name, BY_NAME[dtype], shape, one_chunk(whole(shape), Extent("f", len(blob), len(raw)))
         )
         blob += raw
     tensors = []
@@ -160,7 +160,7 @@ def test_locating_a_few_tensors_reads_no_payload(form: ModuleType) -> None:
     shape = (big // 4,)
     blob = bytes(big)
     entry = TensorEntry(
-        "big", BY_NAME["float32"], shape, (Chunk(whole(shape), Extent("f", 0, big)),)
+        "big", BY_NAME["float32"], shape, one_chunk(whole(shape), Extent("f", 0, big))
     )
     name = "pytorch_model.bin" if form is torch_save else "model.safetensors"
     target = form.lay_out(

@@ -185,6 +185,7 @@ def test_a_cut_file_is_refused_or_reads_the_same(
         assert found is None or same(found, whole), (name, at)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_refused_found_or_harmless(
     made: tuple[str, Path, Mapping[str, torch.Tensor]], tmp_path: Path
 ) -> None:
@@ -203,6 +204,7 @@ def test_a_flipped_bit_is_refused_found_or_harmless(
         assert ckpt_tools.verify(where(out)).problems, (name, at)
 
 
+@pytest.mark.slow
 def test_lengths_that_lie_are_refused(
     made: tuple[str, Path, Mapping[str, torch.Tensor]], tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, s
     return work, os.environ | {"PYTHONPATH": str(site), "PATH": path}
 
 
+@pytest.mark.slow
 def test_the_how_to_add_a_format_works_as_it_stands(
     package: tuple[Path, dict[str, str]],
 ) -> None:
@@ -47,6 +48,16 @@ def test_the_how_to_add_a_format_works_as_it_stands(
         said[line] = done.stdout
     assert "toy" in said["$ ckpt inspect a.toy"] and "1 tensor" in said["$ ckpt inspect a.toy"]
     assert load_file(work / "a.safetensors")["w"].ravel().tolist() == list(range(12))
+
+
+def test_the_other_blocks_of_the_page_run() -> None:
+    (module,) = [text for name, text in BLOCK.findall(PAGE.read_text()) if name == "toy_format.py"]
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    assert len(blocks) == 2
+    for block in blocks:
+        found: dict[str, object] = {}
+        exec(f"{module}\n{block}", found)
+        assert {"rows", "catalog"} & found.keys()
 
 
 def test_damaged_files_of_an_external_format_are_one_line(

@@ -153,6 +153,7 @@ def test_shapes_come_from_a_file_or_a_models_config(saved: Path, tmp_path: Path,
         assert failed.returncode and message in failed.stderr and "Traceback" not in failed.stderr
 
 
+@pytest.mark.slow
 def test_a_tied_model_of_transformers_by_its_config(tmp_path: Path, ckpt: Run) -> None:
     pytest.importorskip("transformers")
     torchrun(3, "fsdp1_llama.py", str(tmp_path))

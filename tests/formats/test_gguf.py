@@ -50,6 +50,7 @@ def written(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alignment", [32, 64])
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
 def test_every_verb_reads_them(kind: str, alignment: int, tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ TEXT = struct.pack("<Q", 1) + b"k"
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (b"", "truncated"),
+        (b"", "is empty"),
         (b"GGML" + bytes(40), "not a GGUF file"),
         (b"GGUF" + struct.pack(">I", 3) + bytes(40), "version 50331648"),
         (HEAD + struct.pack("<2Q", 1 << 60, 0), "more than 4,000,000 items"),

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 import ckpt_tools
 from ckpt_tools.core import coverage as soundness
 from ckpt_tools.core.box import Box, whole
-from ckpt_tools.core.catalog import Catalog, Chunk, ChunkTable, Extent, TensorEntry
+from ckpt_tools.core.catalog import Catalog, Chunk, ChunkList, Extent, TensorEntry
 from ckpt_tools.core.checksum import LateChecksums
-from ckpt_tools.core.chunk_table import ArrayChunkTable
+from ckpt_tools.core.chunk_table import ChunkTable
 from ckpt_tools.core.dtypes import BY_NAME
-from ckpt_tools.core.plan import plan_copies
+from ckpt_tools.core.plan import plan_overlaps
 from ckpt_tools.formats.base import below
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation, TensorMeta, parse_metadata, render
@@ -82,6 +82,7 @@ def test_many_values_may_come_before_the_first_stretch(is_torchs: bool) -> None:
     assert same(as_torch_gathers(data) if is_torchs else data)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.dictionaries(
@@ -103,6 +104,7 @@ def test_whatever_the_shapes_are(
     same(as_torch_gathers(data) if is_torchs else data)
 
 
+@pytest.mark.slow
 def test_the_metadata_of_a_large_job_is_read_so_too(tmp_path: Path) -> None:
     shapes = Llama(6, 64, 128, 4, 2, 512).shapes()
     build(shapes, 128, tmp_path / "run", with_adamw=True)
@@ -118,7 +120,8 @@ def test_the_metadata_of_a_large_job_is_read_so_too(tmp_path: Path) -> None:
         assert any(isinstance(t.chunks, ChunkTable) for t in found.tensors.values())
         soundness.check(found)
         plain = {
-            f: TensorEntry(f, t.dtype, t.shape, tuple(t.chunks)) for f, t in found.tensors.items()
+            f: TensorEntry(f, t.dtype, t.shape, ChunkList(t.chunks))
+            for f, t in found.tensors.items()
         }
         entries, objects, _, _ = dcp._read(
             LocalStore(tmp_path / "run"), [".metadata"], LateChecksums()
@@ -168,9 +171,7 @@ def test_what_is_odd_is_left_to_the_usual_reader() -> None:
         assert read_bulk(render(odd, "id"), "test") is None
 
 
-def many(
-    boxes: list[Box], starts: list[int], nbytes: list[int], files: list[str]
-) -> ArrayChunkTable:
+def many(boxes: list[Box], starts: list[int], nbytes: list[int], files: list[str]) -> ChunkTable:
     """The same chunks as arrays."""
     import numpy as np
 
@@ -180,7 +181,7 @@ def many(
         len(boxes), 2 * dims
     )
     numbers = np.array([names.index(f) for f in files], np.int32)
-    return ArrayChunkTable(
+    return ChunkTable(
         table[:, :dims],
         table[:, dims:],
         names,
@@ -193,6 +194,7 @@ def many(
 cuts = st.lists(st.integers(0, 12), min_size=1, max_size=8)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     st.tuples(st.integers(0, 12), st.integers(1, 3)),
@@ -240,9 +242,9 @@ def test_arrays_answer_as_single_chunks_do(
         and array == tuple(chunks)
     )
     aims = boxes(targets, rng.choice((dim, 1 - dim)))
-    copies = array.copies(aims)
+    copies = array.overlaps(aims)
     if copies is not None:
-        assert sorted(copies) == sorted(plan_copies([c.box for c in chunks], aims))
+        assert sorted(copies) == sorted(plan_overlaps([c.box for c in chunks], aims))
         assert copies.numel == sum(c.box.numel for c in copies) and copies.sources() == sorted(
             {c.src for c in copies}
         )
@@ -257,7 +259,7 @@ def test_arrays_answer_as_single_chunks_do(
                 )
             )
         ]
-        for c in (tuple(chunks), array)
+        for c in (ChunkList(chunks), array)
     )
     assert single == arrays
     assert not array.covers(shape) or not [e for e in single if "hole" in e or "overlap" in e]
@@ -309,7 +311,7 @@ def test_chunks_of_a_folder_stay_arrays() -> None:
         list(soundness.flaws(clash))
 
 
-class Untouched(ArrayChunkTable):
+class Untouched(ChunkTable):
     """Chunks of which nobody makes an object each."""
 
     @staticmethod
@@ -324,7 +326,8 @@ class Untouched(ArrayChunkTable):
             )
         )
 
-    def under(self, names: tuple[str, ...]) -> Untouched:
+    def under(self, renamed: Callable[[tuple[str, ...]], tuple[str, ...]]) -> Untouched:
+        names = renamed(self.names)
         return Untouched(self.offsets, self.sizes, names, self.files, self.starts, self.nbytes)
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -336,11 +339,11 @@ def test_few_chunks_beside_many_do_not_make_the_proof_of_many_slow() -> None:
     step = Chunk(Box((), ()), Extent("f", 256, 4))
     entries = {
         "w": TensorEntry("w", BY_NAME["float32"], (64,), arrays),
-        "step": TensorEntry("step", BY_NAME["float32"], (), (step,)),
+        "step": TensorEntry("step", BY_NAME["float32"], (), ChunkList((step,))),
     }
     assert list(soundness.flaws(Catalog("x", entries, file_sizes={"f": 260}))) == []
     clash = TensorEntry(
-        "step", BY_NAME["float32"], (), (step._replace(extent=Extent("f", 254, 4)),)
+        "step", BY_NAME["float32"], (), ChunkList((step._replace(extent=Extent("f", 254, 4)),))
     )
     # what is wrong is looked into chunk by chunk
     with pytest.raises(AssertionError, match="an object was made"):

@@ -20,7 +20,7 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointError, FormatError
-from tests.storage.test_remote import run_ckpt
+from tests.command import run_ckpt
 from tests.strategies import flip
 
 DTYPES = [
@@ -120,7 +120,7 @@ def test_lists_and_one_bare_tensor(tmp_path: Path) -> None:
         save(tmp_path / "list.pt", {"a": [torch.ones(2), {"b": (torch.ones(3), 5)}]})
     )
     assert nested.total.num_tensors == 2
-    with pytest.raises(FormatError, match="two tensors have one name"):
+    with pytest.raises(FormatError, match="two entries have one name"):
         ckpt_tools.inspect(
             save(tmp_path / "clash.pt", {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
         )
@@ -176,7 +176,9 @@ def test_code_in_it_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "evil.pt", {"w": torch.ones(3), "x": Attack()})
     report = ckpt_tools.inspect(tmp_path / "evil.pt")
-    assert report.total.num_tensors == 1 and "posix.system (1)" in report.extras["other values"]
+    said = report.extras["other values"]
+    assert report.total.num_tensors == 1 and "posix.system (1); torch.load(weights" in said
+    assert "would run code" in ckpt_tools.verify(tmp_path / "evil.pt").notes[0]
     ckpt_tools.merge(tmp_path / "evil.pt", tmp_path / "m.safetensors")
     assert torch.equal(load_file(tmp_path / "m.safetensors")["w"], torch.ones(3))
     assert not (tmp_path / "canary").exists()

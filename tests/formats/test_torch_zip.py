@@ -197,6 +197,7 @@ class SparseFile:
         self.file.flush()
 
 
+@pytest.mark.slow
 def test_an_item_past_4_gib_is_found_in_torchs_zip64_and_torch_opens_ours(tmp_path: Path) -> None:
     numel = (1 << 32) + 4096
     zeros = torch.from_numpy(np.zeros(numel, np.uint8))

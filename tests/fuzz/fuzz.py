@@ -53,6 +53,7 @@ from ckpt_tools.formats.pickle.write import integer
 from ckpt_tools.formats.pickle.write import opcodes as opcodes_of
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.formats.zip import verify as zip_check
+from ckpt_tools.operations.convert.lora import read_lora
 from ckpt_tools.operations.convert.object_reader import unpack_objects
 from ckpt_tools.operations.convert.take_apart import take_apart
 from ckpt_tools.operations.convert.training_state import NAMINGS, put_together
@@ -61,12 +62,23 @@ from ckpt_tools.publish.manifest import parse_manifest as parse_manifest
 from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage import MemoryStore, Overlay, is_url
 from ckpt_tools.storage.base import check_path
-from tests.fuzz.seeds import SEEDS, WORK, ZERO, odd, saved, states
+from tests.fuzz.seeds import (
+    SEEDS,
+    WORK,
+    ZERO,
+    adapter_config,
+    odd,
+    saved,
+    states,
+    strange_places,
+)
 from training.accelerate_config import read as read_configuration
 from training.config import ConfigError
 
 CONFIG = Path(tempfile.gettempdir()) / f"fuzz-{os.getpid()}.yaml"
 JOURNAL = Path(tempfile.gettempdir()) / f"fuzz-{os.getpid()}-journal"
+ADAPTER = Path(tempfile.gettempdir()) / f"fuzz-{os.getpid()}-adapter"
+BASE = save({"a.q.weight": torch.ones(6, 8)})
 DATA = bytes(1 << 16)
 SECONDS, MEBIBYTES, MAX_BYTES = 5.0, 300, 1 << 16
 HEAVY = 0.01  # the part of the bombs that are full size: one costs as much as a hundred others
@@ -345,6 +357,18 @@ def flats(data: bytes) -> object:
     return catalog
 
 
+def adapter(data: bytes) -> object:
+    """The config of an adapter beside genuine matrices."""
+    with _allowed():
+        ADAPTER.mkdir(exist_ok=True)
+        matrices = {"a.q.lora_A.weight": torch.ones(4, 8), "a.q.lora_B.weight": torch.ones(6, 4)}
+        if not (ADAPTER / "adapter_model.safetensors").exists():
+            (ADAPTER / "adapter_model.safetensors").write_bytes(save(matrices))
+        (ADAPTER / "adapter_config.json").write_bytes(data)
+    base = safetensors.read_catalog(MemoryStore({"m.safetensors": BASE}))
+    return read_lora(str(ADAPTER), base, base)
+
+
 TARGETS: dict[str, Callable[[bytes], object]] = {
     "zero": zero,
     "parts": parts,
@@ -361,6 +385,7 @@ TARGETS: dict[str, Callable[[bytes], object]] = {
     "journal": journal,
     "url": url,
     "accelerate": accelerate,
+    "adapter": adapter,
 }
 
 
@@ -457,6 +482,28 @@ def hostile(rng: random.Random) -> bytes:
         return buffer.getvalue()
 
 
+def made(name: str, genuine: list[bytes], pool: list[bytes], rng: random.Random) -> bytes:
+    """Returns input for a reader: a mutation, or what its own generator makes."""
+    if name == "metadata" and rng.random() < 0.3:
+        data = program(rng)
+    elif name == "metadata" and rng.random() < 0.3:
+        data = strange_places(rng)
+    elif name == "adapter" and rng.random() < 0.7:
+        data = adapter_config(rng)
+    elif name in ("file", "parts") and rng.random() < 0.3:
+        data = hostile(rng)
+    elif name in ("zero", "parts", "flats") and rng.random() < 0.5:
+        data = saved(odd(rng.choice(states(name)), rng))
+    elif name in ("index", "manifest", "journal") and rng.random() < 0.5:
+        texts = rng.choice(genuine).split(b"\n") if name == "journal" else [rng.choice(genuine)]
+        data = b"\n".join(
+            json.dumps(odd(json.loads(text), rng), default=str).encode() for text in texts
+        )
+    else:
+        data = bytes(mutate(bytearray(rng.choice(pool)), rng, pool))
+    return data[:MAX_BYTES]
+
+
 def fuzz(name: str, pool: list[bytes], runs: int, seed: int, keep: Path) -> Counter[str]:
     """Feeds a reader; returns how often it read and how often it refused.
 
@@ -471,21 +518,7 @@ def fuzz(name: str, pool: list[bytes], runs: int, seed: int, keep: Path) -> Coun
     with last.open("r+b") as file, mmap.mmap(file.fileno(), 0) as shared:
         base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for number in range(runs):
-            if name == "metadata" and rng.random() < 0.3:
-                data = program(rng)[:MAX_BYTES]
-            elif name in ("file", "parts") and rng.random() < 0.3:
-                data = hostile(rng)[:MAX_BYTES]
-            elif name in ("zero", "parts", "flats") and rng.random() < 0.5:
-                data = saved(odd(rng.choice(states(name)), rng))[:MAX_BYTES]
-            elif name in ("index", "manifest", "journal") and rng.random() < 0.5:
-                texts = (
-                    rng.choice(genuine).split(b"\n") if name == "journal" else [rng.choice(genuine)]
-                )
-                data = b"\n".join(
-                    json.dumps(odd(json.loads(text), rng), default=str).encode() for text in texts
-                )[:MAX_BYTES]
-            else:
-                data = bytes(mutate(bytearray(rng.choice(pool)), rng, pool))
+            data = made(name, genuine, pool, rng)
             shared[: len(data) + 8] = struct.pack("<Q", len(data)) + data
             if number % (1 if name == "accelerate" else 64) == 0:
                 # as a rule 64 of them within the time of one
@@ -509,6 +542,7 @@ def fuzz(name: str, pool: list[bytes], runs: int, seed: int, keep: Path) -> Coun
     last.unlink()
     CONFIG.unlink(missing_ok=True)
     shutil.rmtree(JOURNAL, ignore_errors=True)
+    shutil.rmtree(ADAPTER, ignore_errors=True)
     seen["MiB"] = grown
     return seen
 

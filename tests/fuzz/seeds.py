@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,10 @@ def odd(value: object, rng: random.Random) -> object:
                 1.5,
                 {"params": 3},
                 [{"params": [[0]]}],
+                [1] * rng.choice((65, 15_000)),  # dims
+                10**4000,
+                10**18,  # an index of a list
+                {"(.|[^~])" * 30 + "~": 1, "(?:a|b)?.*" * 9: 2},  # patterns
             ]
         )
     if isinstance(value, dict):
@@ -193,6 +198,7 @@ def states(kind: str) -> list[object]:
     return [model, {"optimizer_state_dict": two}, {"optimizer_state_dict": three}]
 
 
+_PLACED = [_checkpoint()[".metadata"]]
 ZERO = [saved(value) for value in states("zero")]
 
 
@@ -280,6 +286,26 @@ def _journal() -> list[bytes]:
         return [b"\n".join(lines).replace(inode, b'"inode":0,')]
 
 
+def strange_places(rng: random.Random) -> bytes:
+    """Returns the `.metadata` of a checkpoint whose names in the state are odd."""
+    found = pickle.loads(_PLACED[0])
+    found.planner_data = {
+        name: tuple(odd(part, rng) for part in path) if isinstance(path, tuple) else path
+        for name, path in found.planner_data.items()
+    } | {"m.list": ("m", "list", rng.choice((-1, 0, 1, 10**6, 10**18, 10**30, "0")))}
+    with suppress(TypeError, AttributeError):
+        return pickle.dumps(found, rng.choice((2, 3, 4)))
+    return _PLACED[0]
+
+
+def adapter_config(rng: random.Random) -> bytes:
+    """Returns the config of an adapter with odd numbers and patterns."""
+    alphabet = ["a", ".", "*", "+", "?", "(", ")", "|", "[^~]", "{1,9}", "\\d", "\\1", "(?=", "q"]
+    patterns = {"".join(rng.choices(alphabet, k=rng.randrange(1, 40))): 4 for _ in range(3)}
+    config = json.loads(ADAPTER) | {rng.choice(("rank_pattern", "alpha_pattern")): patterns}
+    return json.dumps(odd(config, rng), default=str).encode()
+
+
 def _broken(kind: str) -> list[bytes]:
     rng = random.Random(0)
     return [saved(value) for value in states(kind)] + [
@@ -287,6 +313,16 @@ def _broken(kind: str) -> list[bytes]:
     ]
 
 
+ADAPTER = json.dumps(
+    {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q"],
+        "rank_pattern": {"a.q": 4},
+        "alpha_pattern": {"(?:a)?.q": 2},
+    }
+)
 _CONFIG = """distributed_type: FSDP
 mixed_precision: bf16
 fsdp_config:
@@ -325,4 +361,5 @@ SEEDS: dict[str, Callable[[], list[bytes]]] = {
         b"filecache::s3://x",
     ],
     "accelerate": lambda: [_CONFIG.encode()],
+    "adapter": lambda: [ADAPTER.encode()],
 }

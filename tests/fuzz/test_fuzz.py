@@ -34,6 +34,7 @@ QUICK = [name for name in TARGETS if name not in SLOW]
 GROUPS = [list(SLOW), QUICK[:4], QUICK[4:8], QUICK[8:]]  # one process each: its start takes longest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", GROUPS, ids=" ".join)
 def test_a_reader_reads_or_refuses_and_does_nothing_else(
     targets: list[str], tmp_path: Path

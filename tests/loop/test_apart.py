@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import ckpt_tools
 from ckpt_tools import IntegrityError
-from tests.loop.test_replicas import by_plugin
+from tests.loop.states import by_plugin
 
 WANTED = torch.arange(6000, dtype=torch.float32).reshape(60, 100)
 

@@ -49,6 +49,7 @@ def test_what_save_writes_is_loaded_by_us_and_by_stock_torch(tmp_path: Path) -> 
     assert not (tmp_path / "d").exists()
 
 
+@pytest.mark.slow
 def test_save_in_a_bucket(server: Server) -> None:
     server.bucket("single")
     ckpt_tools.save("s3://single/c", {"w": torch.arange(5.0)}, storage_options=server.options)
@@ -92,6 +93,7 @@ def test_slices_are_those_of_torch(form: str, key: tuple[int | slice, ...], tmp_
         assert found.shape == want[key].shape and torch.equal(found, want[key])
 
 
+@pytest.mark.slow
 def test_an_opened_checkpoint_reads_only_what_is_needed(tmp_path: Path) -> None:
     save_file({"big": torch.zeros(1 << 22), "small": torch.ones(3)}, tmp_path / "c.safetensors")
     code = (
@@ -169,6 +171,7 @@ def test_step_0_is_a_step(tmp_path: Path) -> None:
     assert state["n"] == 5
 
 
+@pytest.mark.slow
 def test_every_type_that_is_returned_has_a_short_repr(tmp_path: Path) -> None:
     many = {f"layer.{n}.weight": torch.full((3,), float(n)) for n in range(500)}
     save_file(many, tmp_path / "a.safetensors")

@@ -22,17 +22,20 @@ from torch.utils.serialization import config
 
 import ckpt_tools
 from ckpt_tools import CheckpointError, CheckpointManager
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import damage, find_latest, list_steps
+from ckpt_tools.cli.process import CUT
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import damage
+from ckpt_tools.run.steps import find_latest, list_steps
+from tests.command import run_ckpt
 from tests.conftest import HERE, torchrun
-from tests.publish.test_bucket import MIB, names, real, save_locally, tensors, uploads
+from tests.servers.buckets import MIB, names, real, save_locally, tensors, uploads
 from tests.servers.faults import WRITES, faulty
 from tests.servers.servers import Server
-from tests.storage.test_remote import run_ckpt
 
 Saved = Callable[[int], Path]
 
 
+@pytest.mark.slow
 def test_real_jobs_save_to_a_bucket_and_resume_on_other_ranks(
     server: Server, tmp_path: Path
 ) -> None:
@@ -81,6 +84,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
+@pytest.mark.slow
 def test_a_kill_during_an_upload_costs_nothing(server: Server) -> None:
     real(server)
     fs, rng, newest = server.bucket("killed"), random.Random(3), 0
@@ -103,17 +107,16 @@ def test_a_kill_during_an_upload_costs_nothing(server: Server) -> None:
     assert all(len(names(fs, f"killed/run/{name}")) == 3 for name in kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_the_middle_of_an_upload_leaves_nothing(
     number: int, server: Server, tmp_path: Path
 ) -> None:
     real(server)
-    fs, source = (
-        server.bucket(f"signal{int(number)}"),
-        save_locally(tmp_path / "run", tensors(4, 10 * MIB)),
-    )
-    seen, bucket = set(), f"signal{int(number)}"
+    source, seen = save_locally(tmp_path / "run", tensors(4, 10 * MIB)), set()
     for attempt in range(24):
+        bucket = f"signal{int(number)}-{attempt}"
+        fs = server.bucket(bucket)
         delay = (0.0, 0.05, 0.1, 0.2)[attempt % 4]
         command = [
             sys.executable,
@@ -124,7 +127,6 @@ def test_a_signal_in_the_middle_of_an_upload_leaves_nothing(
             f"s3://{bucket}/new",
             "--to",
             "2",
-            "--overwrite",
         ]
         process = subprocess.Popen(
             command,
@@ -139,15 +141,18 @@ def test_a_signal_in_the_middle_of_an_upload_leaves_nothing(
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
         assert process.returncode in (0, 128 + number), said
+        if CUT in said:
+            continue  # this machine was too busy to clean up in time
         assert not uploads(fs, bucket)
         there = names(fs, bucket)
         assert len(there) in (0, 4) and (there or process.returncode), (there, said)
         seen.add(process.returncode)
         if attempt >= 3 and 128 + number in seen:
-            break  # else the machine was too busy to send one in the middle
+            break
     assert 128 + number in seen
 
 
+@pytest.mark.slow
 def test_a_run_outlives_its_machine_in_a_mirror(server: Server, tmp_path: Path) -> None:
     real(server)
     server.bucket("mirrored")
@@ -174,6 +179,7 @@ def test_a_run_outlives_its_machine_in_a_mirror(server: Server, tmp_path: Path) 
     kill(process)
 
 
+@pytest.mark.slow
 def test_of_two_writers_of_one_step_exactly_one_wins(server: Server) -> None:
     fs = server.bucket("raced")
     for number in range(6):
@@ -248,6 +254,7 @@ def check_after(server: Server, url: str, seed: int, is_saved: bool) -> int:
     return step
 
 
+@pytest.mark.slow
 def test_faults_on_the_way_to_a_bucket_end_in_a_whole_step_or_in_a_clear_error(
     server: Server,
 ) -> None:
@@ -325,6 +332,7 @@ def test_a_clock_that_is_an_hour_off_is_said(server: Server) -> None:
     assert len(names(fs, "skewed")) == 3
 
 
+@pytest.mark.slow
 def test_what_the_ranks_of_a_host_need_is_fetched_once(server: Server, tmp_path: Path) -> None:
     """Rows, columns, replicas, of three ranks' files; also where payloads lie elsewhere, bits are
     wrong, or an object is short or gone.

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt_tools
-from ckpt_tools import CheckpointManager, Ema, PerRank, PlanError, RngState
+from ckpt_tools import (
+    CheckpointError,
+    CheckpointManager,
+    Ema,
+    PerRank,
+    PlanError,
+    RngState,
+    StorageError,
+)
+from ckpt_tools.distributed import StorageWriter
 
 
 def round_trip(
@@ -22,6 +34,19 @@ def round_trip(
 ) -> list[str]:
     ckpt_tools.save(path / "c", saved)
     return list(ckpt_tools.load(path / "c", into, **options).notes)
+
+
+class Held:
+    """An object that holds a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.model.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state)
 
 
 # ---- averages ------------------------------------------------------------------------------------
@@ -45,6 +70,14 @@ def test_a_save_while_the_average_is_applied_is_refused(tmp_path: Path, with_ema
             with pytest.raises(PlanError, match="cannot be nested"), ema.applied():
                 pass
         assert torch.equal(model.weight, trained)
+        with ema.applied():  # whatever holds the memory of the model
+            for one in ({"m": model.state_dict()}, {"w": model.weight}, {"o": Held(model)}):
+                with pytest.raises(PlanError, match="values of its average"):
+                    ckpt_tools.save(tmp_path / "other", dict(one))
+            with pytest.raises(CheckpointException) as told:
+                dcp.save(model.state_dict(), storage_writer=StorageWriter(tmp_path / "other"))
+            assert "values of its average" in str(told.value)
+            ckpt_tools.save(tmp_path / "other", {"mine": torch.ones(3), "ema": ema})
         checkpoints.save(2, state, asynchronous=False)
         with torch.no_grad():
             model.weight.zero_()
@@ -287,3 +320,125 @@ def test_an_optimizers_state_of_no_parameter_that_is_a_dict_is_refused(tmp_path:
     optimizer.state["global"] = {"t": torch.tensor(3.0)}  # type: ignore[index]
     with pytest.raises(PlanError, match="has a state of no parameter, under 'global'"):
         ckpt_tools.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+
+
+@pytest.mark.parametrize("below", ["", "/run"])
+def test_a_root_that_is_a_file_is_named(below: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match=f"needs a directory, and this is none: {tmp_path}/file"):
+        CheckpointManager(f"{tmp_path}/file{below}")
+    assert os.listdir(tmp_path) == ["file"]
+    with pytest.raises(StorageError, match="File name too long"):
+        CheckpointManager(tmp_path / ("x" * 300))
+
+
+def test_the_failure_of_the_newest_save_ends_a_close_also_after_a_wait(tmp_path: Path) -> None:
+    checkpoints = CheckpointManager(tmp_path, max_failures=3)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        checkpoints.save(1, {"w": torch.ones(200_000)})
+        checkpoints.wait()  # one of three: a warning
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    with pytest.raises(CheckpointError, match="File too large"):
+        checkpoints.close()
+
+
+def test_a_failure_before_a_good_save_does_not_end_a_close(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "mine").touch()
+    with CheckpointManager(tmp_path, max_failures=3) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(3)}, name="b", overwrite=True)
+        checkpoints.wait()  # logged
+        checkpoints.save(2, {"w": torch.ones(3)}, asynchronous=False)
+
+
+def test_a_mirror_that_cannot_be_one_is_refused_with_the_reason(tmp_path: Path) -> None:
+    for mirror in ("file:///copies", str(tmp_path / "copies")):
+        with pytest.raises(ValueError, match="expected the URL of an object store.* is a path"):
+            CheckpointManager(tmp_path / "run", mirror=mirror)
+    for odd in (5, True, [], ""):
+        with pytest.raises(TypeError, match="mirror: expected a URL"):
+            CheckpointManager(tmp_path / "run", mirror=odd)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="only a run on a disk has a mirror"):
+        CheckpointManager("s3://bucket/run", mirror="s3://bucket/mirror")
+    with pytest.raises(StorageError, match="a web server is read-only"):
+        CheckpointManager(tmp_path / "run", mirror="http://localhost:1/run")
+
+
+def test_a_rate_that_is_a_tensor_comes_back_as_another_tensor(tmp_path: Path) -> None:
+    """As torch's own load_state_dict has it; docs/saving.md says so."""
+    model = nn.Linear(2, 2)
+    rate = torch.tensor(0.25)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"model": model, "optimizer": optimizer}, asynchronous=False)
+        rate.fill_(0.5)
+        checkpoints.resume({"model": model, "optimizer": optimizer})
+    (group,) = optimizer.param_groups
+    assert group["lr"] is not rate and group["lr"].item() == 0.25
+
+
+@pytest.mark.parametrize(
+    ("saved", "mine"),
+    [
+        ({"a": {"b": 7, "t": torch.ones(2)}}, {"a.b": 0, "a.t": torch.zeros(2)}),
+        ({"a.b": 7, "a.t": torch.ones(2)}, {"a": {"b": 0, "t": torch.zeros(2)}}),
+        ({"a": {"b": 7}}, {"a.b": 0}),
+    ],
+)
+def test_a_key_with_a_dot_and_two_keys_have_one_name(
+    saved: dict[str, Any], mine: dict[str, Any], tmp_path: Path
+) -> None:
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, saved, asynchronous=False)
+        assert checkpoints.resume(mine) == 1
+        assert checkpoints.last_load is not None and not checkpoints.last_load.notes
+    inner = mine.get("a", {"b": mine.get("a.b"), "t": mine.get("a.t")})
+    assert inner["b"] == 7 and (inner.get("t") is None or inner["t"].tolist() == [1, 1])
+
+
+def test_a_longer_tuple_that_is_replaced_is_told(tmp_path: Path) -> None:
+    ckpt_tools.save(tmp_path / "c", {"a": (torch.ones(1), torch.ones(2))})
+    mine = {"a": (torch.zeros(1), torch.zeros(2), torch.zeros(3))}
+    with pytest.raises(PlanError, match="missing from the checkpoint: 1"):
+        ckpt_tools.load(tmp_path / "c", mine)
+    notes = ckpt_tools.load(tmp_path / "c", mine, strict=False).notes
+    assert len(mine["a"]) == 2 and any("replaced" in note and "a.2" in note for note in notes)
+    assert not any("keep their values" in note for note in notes)
+
+
+@pytest.mark.parametrize("mine", [0, "text", [1], torch.zeros(2)], ids=lambda v: type(v).__name__)
+def test_a_value_of_each_rank_replaces_no_value_of_all(mine: Any, tmp_path: Path) -> None:
+    """It became `{"rank_0": 5}` without a word."""
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {"p": {"x": PerRank(5)}, "q": 1}, asynchronous=False)
+        state: dict[str, Any] = {"p": {"x": mine}, "q": 0}
+        with pytest.raises(PlanError, match=r"p\.x was saved as a PerRank: give it as PerRank"):
+            checkpoints.resume(state)
+        assert checkpoints.resume(state, strict=False) == 1
+        assert state["p"]["x"] is mine and state["q"] == 1
+        same: dict[str, Any] = {"p": {"x": PerRank(0)}, "q": 0}
+        assert checkpoints.resume(same) == 1 and same["p"]["x"].value == 5
+        grown: dict[str, Any] = {"q": {}}
+        checkpoints.save(2, {"q": {"rank_0": 3}}, asynchronous=False)
+        assert checkpoints.resume(grown) == 2 and grown["q"] == {"rank_0": 3}
+
+
+@pytest.mark.parametrize(
+    ("saved", "mine", "num_lost"),
+    [({1: 2}, {1: 0, 3: 4}, 1), ([1], [0, 5, 6], 2), ({1: [1]}, {1: [1, 2]}, 1), ([1, 2], [0], 0)],
+    ids=str,
+)
+def test_entries_that_a_plain_value_loses_are_told(
+    saved: Any, mine: Any, num_lost: int, tmp_path: Path
+) -> None:
+    notes = round_trip(tmp_path, {"p": saved}, state := {"p": mine})
+    assert state["p"] == saved
+    told = [note for note in notes if "are not in the checkpoint, and are gone" in note]
+    assert len(told) == (num_lost > 0) and all(f"['p']: {num_lost} entries" in n for n in told), (
+        notes
+    )

@@ -96,10 +96,18 @@ CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_
 def base(tmp_path: Path) -> Path:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(json.dumps(CONFIG))
-    save_file({"x": torch.zeros(1)}, tmp_path / "base" / "model.safetensors")
+    shapes = {
+        "model.weight": (16, 16),
+        "model.bias": 16,
+        "lm_head.weight": (4, 16),
+        "lm_head.bias": 4,
+    }
+    weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    save_file(weights, tmp_path / "base" / "model.safetensors")
     return tmp_path / "base"
 
 
+@pytest.mark.slow
 def test_a_copy_for_hugging_face_lies_beside_each_second_step(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"model": nn.Linear(16, 16), "lm_head": nn.Linear(16, 4)})

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import damage, list_steps
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import damage
+from ckpt_tools.run.steps import list_steps
 from tests.conftest import HERE
 
 HEAD = """
@@ -35,6 +36,7 @@ def steps(root: Path) -> list[tuple[int, str]]:
     return [(s.number, damage(s)) for s in list_steps(open_root(root))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", ["", "del checkpoints"])
 def test_a_save_in_the_background_is_finished_when_the_process_ends_without_close(
     more: str, tmp_path: Path
@@ -52,6 +54,7 @@ checkpoints.save(2, {"w": torch.ones(5000)})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ending", ["", "del checkpoints", "sys.exit(0)", "raise ValueError('mine')"]
 )
@@ -68,6 +71,7 @@ def test_a_failed_save_that_nobody_asked_about_ends_the_process_with_an_error(
     assert steps(tmp_path) == [(1, "")]
 
 
+@pytest.mark.slow
 def test_an_exception_within_the_block_is_not_hidden_by_a_failed_save(tmp_path: Path) -> None:
     done = script(
         "with checkpoints:" + FULL.replace("\n", "\n    ") + "\n    raise ValueError('mine')",
@@ -86,6 +90,7 @@ def test_os_exit_ends_a_save_that_is_being_written_and_loses_nothing_else(tmp_pa
     assert all(problem == "" for _, problem in steps(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_forked_child_closes_nothing_of_its_parent_s(tmp_path: Path) -> None:
     done = script(
         """
@@ -104,6 +109,7 @@ def test_a_forked_child_closes_nothing_of_its_parent_s(tmp_path: Path) -> None:
 KILL = "os.kill(os.getpid(), signal.{name})\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_that_nobody_asks_for_does_what_it_would_have_done_and_is_logged(
     name: str, tmp_path: Path
@@ -116,6 +122,7 @@ def test_a_signal_that_nobody_asks_for_does_what_it_would_have_done_and_is_logge
     )
 
 
+@pytest.mark.slow
 def test_the_first_signal_is_told_and_the_second_one_kills(tmp_path: Path) -> None:
     done = script(
         """
@@ -139,6 +146,7 @@ def test_the_first_signal_is_told_and_the_second_one_kills(tmp_path: Path) -> No
     assert steps(tmp_path) == [(1, "")]
 
 
+@pytest.mark.slow
 def test_a_handler_of_the_user_s_own_is_called_where_nobody_asks_and_comes_back_with_close(
     tmp_path: Path,
 ) -> None:
@@ -157,6 +165,7 @@ def test_a_handler_of_the_user_s_own_is_called_where_nobody_asks_and_comes_back_
     assert (done.returncode, done.stdout) == (0, "mine\nmine\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_all_managers_of_a_process_hear_of_a_signal(tmp_path: Path) -> None:
     done = script(
         """
@@ -190,6 +199,7 @@ def test_a_manager_that_is_made_beside_the_main_thread_leaves_signals_alone(tmp_
     assert done.returncode == -signal.SIGTERM and steps(tmp_path) == [(1, "")]
 
 
+@pytest.mark.slow
 def test_a_forked_child_can_be_terminated_and_cannot_save(tmp_path: Path) -> None:
     done = script(
         """

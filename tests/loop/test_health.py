@@ -23,8 +23,9 @@ from torch import nn
 import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError, PlanError, Retention
 from ckpt_tools.loop.steps.retention import prune_steps, removable
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import Step, list_steps
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import Step
+from ckpt_tools.run.steps import list_steps
 from tests.conftest import torchrun
 from tests.servers.servers import Server
 
@@ -85,6 +86,7 @@ def test_a_reshard_keeps_the_statistics_and_a_cast_does_not(tmp_path: Path) -> N
     assert ckpt_tools.stats(tmp_path / "m.safetensors").nbytes > 0
 
 
+@pytest.mark.slow
 def test_every_number_of_ranks_has_the_same_digits(tmp_path: Path) -> None:
     for ranks in (1, 2, 3):
         torchrun(ranks, "save_statistics.py", str(tmp_path / str(ranks)))
@@ -160,12 +162,12 @@ def test_metrics_stand_in_the_manifest_and_choose_the_best_step(tmp_path: Path, 
         for bad in ({"loss": "low"}, {"loss": torch.ones(2)}, {3: 1.0}, {"": 1.0}):
             with pytest.raises((TypeError, ValueError), match="metrics"):
                 checkpoints.save(7, state, metrics=bad)  # type: ignore[arg-type]
-    best = ckpt("best", tmp_path, "--metric", "loss")
+    best = ckpt("latest", tmp_path, "--best", "loss")
     assert best.stdout.strip().endswith("step-00000004") and "loss = 1" in best.stderr
     assert "step-00000003, step-00000006" in best.stderr
-    most = ckpt("best", tmp_path, "--metric", "loss", "--higher-is-better")
+    most = ckpt("latest", tmp_path, "--best", "loss", "--higher-is-better")
     assert most.stdout.strip().endswith("step-00000001")
-    none = ckpt("best", tmp_path, "--metric", "lass")
+    none = ckpt("latest", tmp_path, "--best", "lass")
     assert none.returncode == 13 and "there are: loss, n" in none.stderr
     listing = ckpt("ls", tmp_path, "--metrics").stdout
     assert "not finite" in listing and "loss: █▁ ▁▅  3 → 2" in listing
@@ -184,7 +186,7 @@ def test_a_step_that_is_not_finite_is_never_the_best(tmp_path: Path, ckpt: Run) 
             weight = torch.full((3,), math.nan if step == 3 else float(step))
             checkpoints.save(step, {"w": weight}, metrics={"loss": loss})
     assert numbers(ckpt_tools.steps(tmp_path)) == [2, 5]
-    assert ckpt("best", tmp_path, "--metric", "loss").stdout.strip().endswith("step-00000002")
+    assert ckpt("latest", tmp_path, "--best", "loss").stdout.strip().endswith("step-00000002")
     with CheckpointManager(tmp_path) as checkpoints:
         for bad in ([("a", 1)], {"a": 10**400}):
             with pytest.raises(TypeError, match="metrics"):
@@ -336,6 +338,7 @@ def test_check_has_a_line_and_exit_1_for_each_problem(tmp_path: Path, ckpt: Run)
     assert any(line.startswith("step 40: incomplete") for line in lines)
 
 
+@pytest.mark.slow
 def test_healthy_runs_raise_no_alarm(tmp_path: Path) -> None:
     """Second moments jump, distances differ, and the learning rate changes; that is no problem."""
     for seed in range(4):
@@ -439,6 +442,7 @@ def saving(root: Path, keep_last: int) -> Iterator[subprocess.Popen[bytes]]:
     assert running.returncode == 0
 
 
+@pytest.mark.slow
 def test_steps_that_go_while_they_are_listed_are_not_incomplete(tmp_path: Path) -> None:
     """A check in cron runs beside a job whose retention removes steps."""
     numbers, looks = set[int](), 0
@@ -451,6 +455,7 @@ def test_steps_that_go_while_they_are_listed_are_not_incomplete(tmp_path: Path) 
     assert looks > 20 and len(numbers) > 20
 
 
+@pytest.mark.slow
 def test_a_run_that_replaces_its_only_step_is_never_without_one(tmp_path: Path) -> None:
     looks = 0
     with saving(tmp_path, 1) as running:

@@ -13,8 +13,8 @@ import torch
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, StorageError
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import find_latest
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.steps import find_latest
 from tests.jobs import open_files
 from tests.servers.servers import Server
 
@@ -84,6 +84,7 @@ def test_a_mirror_whose_thread_dies_does_not_hold_the_job(
     CheckpointManager(tmp_path / "run").close()  # its lock is free
 
 
+@pytest.mark.slow
 def test_a_path_in_the_mirror_is_a_way_back_there_too(server: Server, tmp_path: Path) -> None:
     server.bucket("back")
     url, options = "s3://back/run", server.options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.optim import lr_scheduler
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PlanError, RngState
 from tests.jobs import open_files
-from tests.loop.test_optimizers import same_state, same_state_of, step
-from tests.loop.test_state import roundtrip
+from tests.loop.states import roundtrip, same_state, same_state_of, step
 
 
 def embeddings(num: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -150,6 +151,15 @@ def test_rules_for_names_may_be_anchored(rules: dict[str, str], tmp_path: Path) 
     assert torch.equal(now["tokens"].weight, saved["embed"].weight) and same_state(a, b)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "new"), [("(", "a"), ("", "a"), ("embed", r"\2"), ("em(b)ed", r"\g<")]
+)
+def test_a_malformed_rule_is_refused_by_name(pattern: str, new: str, tmp_path: Path) -> None:
+    (saved, _), (now, _) = embeddings(5), embeddings(5)
+    with pytest.raises(PlanError, match="rename .*: not a regular expression and its replacement"):
+        roundtrip(tmp_path, {"model": saved}, {"model": now}, rename={pattern: new})
+
+
 def test_a_function_that_makes_another_type_is_refused(tmp_path: Path) -> None:
     (saved, _), (now, _) = embeddings(5), embeddings(4)
     with pytest.raises(
@@ -226,3 +236,44 @@ def test_an_empty_state_is_refused(tmp_path: Path) -> None:
         with pytest.raises(PlanError, match="the state is empty"):
             call(tmp_path / "one", {})
     assert not (tmp_path / "one").exists() and not list((tmp_path / "run").glob("step-*"))
+
+
+def _with_scheduler(make: Callable[[torch.optim.Optimizer], Any]) -> dict[str, Any]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    return {"scheduler": make(optimizer)}
+
+
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [
+        (lambda o: lr_scheduler.CosineAnnealingLR(o, 10), ""),
+        (lambda o: lr_scheduler.CosineAnnealingLR(o, 99), "T_max = 10 is loaded, in place of 99"),
+        (
+            lambda o: lr_scheduler.StepLR(o, 3),
+            "only one of the two has T_max, eta_min, gamma, step",
+        ),
+    ],
+)
+def test_a_scheduler_of_other_arguments_or_of_another_class_is_told(
+    now: Callable[[torch.optim.Optimizer], Any],
+    told: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`load_state_dict` takes every attribute, so a longer run would go on with the old length."""
+    with CheckpointManager(tmp_path) as checkpoints:
+        before = _with_scheduler(lambda o: lr_scheduler.CosineAnnealingLR(o, 10))
+        checkpoints.save(1, before, asynchronous=False)
+        caplog.clear()
+        checkpoints.resume(_with_scheduler(now))
+    notes = [r.getMessage() for r in caplog.records if "scheduler" in r.getMessage()]
+    assert (told in notes[0] if told else not notes) and len(notes) == bool(told), notes
+
+
+def test_a_value_per_rank_that_is_new_is_said_to_be_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"n": 1}, asynchronous=False)
+        assert checkpoints.resume({"n": 0, "rng": RngState()}) == 1
+    assert "rng is not in the checkpoint; reset: every rank keeps its own" in caplog.text

@@ -40,6 +40,7 @@ def take(found: Any, num_batches: int) -> list[int]:
     return [int(value) for _ in range(num_batches) for value in next(rows)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", [DistributedSampler, StatefulDistributedSampler])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 3), (3, 1), (1, 2)])
@@ -75,6 +76,7 @@ def test_what_cannot_be_dealt_comes_again_and_is_told(workers: int) -> None:
     assert sorted(counts.values()) == [1] * (NUM_SAMPLES - 4) + [2] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", [DistributedSampler, StatefulDistributedSampler])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("after", [1, 3, 4])

@@ -33,8 +33,8 @@ from ckpt_tools import (
     UnsafePickleError,
 )
 from ckpt_tools.loop.state.staging import Stager
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import list_steps
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.steps import list_steps
 
 
 class Mlp(nn.Module):

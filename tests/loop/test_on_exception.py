@@ -27,6 +27,7 @@ def test_a_step_is_saved_if_every_rank_raises(num_ranks: int, tmp_path: Path) ->
     assert again.returncode == 0 and "resumed 6" in again.stdout, again.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "why"),
     [

@@ -12,25 +12,7 @@ import torch
 from torch import nn
 
 from ckpt_tools import CheckpointManager, PlanError
-from tests.loop.test_state import roundtrip
-
-
-def step(optimizer: torch.optim.Optimizer, num_steps: int = 2) -> None:
-    for _ in range(num_steps):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.full_like(parameter, 0.5)
-        optimizer.step()
-
-
-def same_state(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> bool:
-    """Compares by torch's own state dicts, whose parameters are numbered."""
-    one, other = a.state_dict(), b.state_dict()
-    return one["param_groups"] == other["param_groups"] and all(
-        torch.equal(one["state"][n][key], other["state"][n][key])
-        for n in one["state"] | other["state"]
-        for key in one["state"][n]
-    )
+from tests.loop.states import roundtrip, same_state, same_state_of, step
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -235,14 +217,6 @@ def test_an_optimizer_that_is_not_loaded_stays_as_it_is(tmp_path: Path) -> None:
         checkpoints.resume({"model": now, "opt": other}, select=["opt.state.head*"])
     assert {id(p) for p in other.state} == {id(p) for p in now["head"].parameters()}
     assert same_state_of(other, optimizer, [(now["head"].weight, model["head"].weight)])
-
-
-def same_state_of(
-    a: torch.optim.Optimizer, b: torch.optim.Optimizer, pairs: list[tuple[Any, Any]]
-) -> bool:
-    return all(
-        torch.equal(a.state[x][key], b.state[y][key]) for x, y in pairs for key in b.state[y]
-    )
 
 
 @pytest.mark.parametrize(

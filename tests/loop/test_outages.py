@@ -5,8 +5,7 @@ takes what there is.
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,12 @@ import pytest
 import torch
 
 from ckpt_tools import CheckpointManager, StorageError
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import damage, list_steps
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import damage
+from ckpt_tools.run.steps import list_steps
 from ckpt_tools.storage.retries import error_text, hint
-from tests.publish.test_lease import until
+from tests.loop.outages import Impatient, later
+from tests.servers.buckets import until
 from tests.servers.gate import Gate, gated
 from tests.servers.servers import Server
 
@@ -26,35 +27,16 @@ def state(value: float = 1.0) -> dict[str, Any]:
     return {"w": torch.full((5,), value)}
 
 
-class Impatient(Server):
-    """A server whose clients give up at once: what is tried again is tried by this package."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return super().options | {
-            "config_kwargs": {
-                "retries": {"max_attempts": 0},
-                "connect_timeout": 2,
-                "read_timeout": 10,
-            }
-        }
-
-
 @pytest.fixture
 def away(server: Server) -> Any:
     with gated(server) as (reached, gate):
         yield Impatient(reached.name, reached.endpoint), gate
 
 
-def later(seconds: float, call: Callable[[], object]) -> threading.Timer:
-    timer = threading.Timer(seconds, call)
-    timer.start()
-    return timer
-
-
 Away = tuple[Server, Gate]
 
 
+@pytest.mark.slow
 def test_a_save_in_the_background_sits_an_outage_out_and_training_does_not_wait_for_it(
     away: Away, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -78,6 +60,26 @@ def test_a_save_in_the_background_sits_an_outage_out_and_training_does_not_wait_
         (2, ""),
         (3, ""),
     ]
+
+
+@pytest.mark.slow
+def test_the_time_of_retries_counts_from_the_first_failure(
+    away: Away, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A save that has worked for longer than `retry_s` before an outage is tried again, too."""
+    server, gate = away
+    server.bucket("long")
+    root, weights = "s3://long/run", torch.zeros(2_000_000)
+    with CheckpointManager(
+        root, storage_options=server.options, retry_s=1, max_mbps=2.0
+    ) as checkpoints:
+        checkpoints.save(1, {"w": weights})
+        time.sleep(2)
+        assert checkpoints._writer.is_busy
+        gate.shut()
+        until(lambda: "trying again for" in caplog.text, 60)
+        gate.open()
+    assert [(s.number, damage(s)) for s in list_steps(open_root(root, server.options))] == [(1, "")]
 
 
 def test_saves_that_fail_are_warnings_until_so_many_have_failed_in_a_row(
@@ -110,6 +112,7 @@ def test_saves_that_fail_are_warnings_until_so_many_have_failed_in_a_row(
     assert numbers[-2:] == [3, 8]
 
 
+@pytest.mark.slow
 def test_a_start_and_a_resume_sit_an_outage_out(
     away: Away, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,6 +149,7 @@ def test_wrong_credentials_are_no_outage(server: Server, caplog: pytest.LogCaptu
 # ---- a mirror ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_restart_takes_the_newer_step_of_the_disk_while_the_mirror_is_away(
     away: Away, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -209,6 +213,7 @@ def test_a_mirror_that_denies_access_does_not_stop_a_restart(
         checkpoints.close()
 
 
+@pytest.mark.slow
 def test_waiting_for_a_slow_store_is_said(
     away: Away, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, Ema
-from tests.loop.test_state_cache import check, expected, flat, made, parameter, train
+from tests.loop.cached_states import check, expected, flat, made, parameter, train
 from tests.stock import assert_stock_torch_reads
 
 State = dict[str, Any]
@@ -201,6 +201,7 @@ def test_a_forked_child_does_not_wait(tmp_path: Path) -> None:
         assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.slow
 def test_every_step_of_a_loop_is_saved_as_it_was(tmp_path: Path) -> None:
     state = made()
     with CheckpointManager(tmp_path, overlap_copy=True, keep_last=None) as checkpoints:

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError
-from ckpt_tools.distributed import StorageReader
 from tests.conftest import torchrun
+from tests.loop.states import by_plugin
 
 
 def saved(folder: Path, differs: bool) -> Path:
@@ -38,12 +37,6 @@ def by_resume(path: Path) -> Any:
     with CheckpointManager(path.parent / "run") as checkpoints:
         checkpoints.resume(state, path=path)
     return state["model"]["w"]
-
-
-def by_plugin(path: Path, shape: tuple[int, ...] = (4,)) -> Any:
-    state = {"model.w": torch.ones(shape)}
-    dcp.load(state, storage_reader=StorageReader(path), no_dist=True)
-    return state["model.w"]
 
 
 def by_average(path: Path) -> Any:

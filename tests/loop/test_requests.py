@@ -283,14 +283,16 @@ def test_remove_takes_nothing_but_a_checkpoint(
 
 
 def test_a_checkpoint_stays_if_the_save_after_it_fails(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path / "run", max_failures=3) as checkpoints:
-        checkpoints.save(1, {"w": torch.ones(3)}, name="a")
-        checkpoints.wait()
-        (tmp_path / "run" / "b").mkdir()
-        (tmp_path / "run" / "b" / "mine").touch()
-        checkpoints.save(2, {"w": torch.ones(3)}, name="b", overwrite=True)
-        checkpoints.wait()  # only logged
-        checkpoints.remove("a")
+    checkpoints = CheckpointManager(tmp_path / "run", max_failures=3)
+    checkpoints.save(1, {"w": torch.ones(3)}, name="a")
+    checkpoints.wait()
+    (tmp_path / "run" / "b").mkdir()
+    (tmp_path / "run" / "b" / "mine").touch()
+    checkpoints.save(2, {"w": torch.ones(3)}, name="b", overwrite=True)
+    checkpoints.wait()  # only logged
+    checkpoints.remove("a")
+    with pytest.raises(StorageError, match="never replaces"):  # the newest save has failed
+        checkpoints.close()
     assert (tmp_path / "run" / "a" / ".metadata").exists()
 
 

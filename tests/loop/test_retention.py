@@ -23,14 +23,16 @@ from hypothesis import strategies as st
 import ckpt_tools
 from ckpt_tools import CheckpointManager, NotACheckpointError, StorageError
 from ckpt_tools.loop.steps.retention import pin_step, prune_steps, removable
-from ckpt_tools.publish.attempt_mark import mark_name
-from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.disk.attempt_mark import mark_name
 from ckpt_tools.publish.manifest import Manifest
-from ckpt_tools.publish.retention_rules import Retention
 from ckpt_tools.publish.step_names import step_name
-from ckpt_tools.publish.steps import Step, list_steps
+from ckpt_tools.run.retention import Retention
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import Step
+from ckpt_tools.run.steps import list_steps
+from tests.command import run_ckpt
+from tests.loop.values import flip_a_bit, save_values
 from tests.servers.servers import Server
-from tests.storage.test_remote import run_ckpt
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -246,23 +248,6 @@ def test_the_newest_is_read_before_all_others_go(run: Path, ckpt: Run) -> None:
     assert numbers(prune_steps(open_root(run), Retention(1), reads=False).removed) == [20]
 
 
-def save_values(root: Path, values: dict[int, float], losses: dict[int, float]) -> None:
-    with CheckpointManager(
-        root, keep_last=None, statistics=True, asynchronous=False
-    ) as checkpoints:
-        for step, value in values.items():
-            state = {"model": {"w": torch.full((40,), value)}, "optimizer": {"m": torch.ones(4)}}
-            metrics = {"loss": losses[step]} if step in losses else None
-            checkpoints.save(step, state, metrics=metrics)
-
-
-def flip_a_bit(step: Path, value: float) -> None:
-    file = step / "__0_0.distcp"
-    data = bytearray(file.read_bytes())
-    data[data.find(torch.full((40,), value).numpy().tobytes()) + 5] ^= 1
-    file.write_bytes(data)
-
-
 @pytest.mark.parametrize("reads", [None, True])
 @pytest.mark.parametrize("num_bad", [1, 2])
 def test_what_a_job_can_resume_from_stays_though_newer_steps_are_damaged_or_not_finite(
@@ -365,6 +350,7 @@ def test_prune_goes_on_after_a_step_that_cannot_be_removed(run: Path, ckpt: Run)
         subprocess.run(["umount", stuck], check=True)
 
 
+@pytest.mark.slow
 def test_pins_and_foreign_objects_keep_a_step_in_a_bucket(server: Server) -> None:
     fs, url = server.bucket("pinned"), "s3://pinned/run"
     with CheckpointManager(url, keep_last=9, storage_options=server.options) as checkpoints:

@@ -16,10 +16,11 @@ import torch
 
 from ckpt_tools import CheckpointManager, StorageError
 from ckpt_tools.loop.steps.retention import prune_steps
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.retention_rules import Retention
 from ckpt_tools.publish.step_names import step_name
-from ckpt_tools.publish.steps import damage, find_latest, latest_of, list_steps, rollbacks
+from ckpt_tools.run.retention import Retention
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import damage
+from ckpt_tools.run.steps import RunListing, find_latest, list_steps
 from tests.servers.servers import Server
 
 Ckpt = Callable[..., Any]
@@ -69,7 +70,7 @@ def test_the_first_new_step_supersedes_the_newer_ones_which_stay_under_another_n
         (200, ""),
         (300, ""),
     ]
-    aside = [s for s in list_steps(open_root(run), with_superseded=True) if s.superseded_by]
+    aside = [s for s in RunListing(open_root(run)).all_steps if s.superseded_by]
     assert [(s.number, damage(s)) for s in aside] == [(200, ""), (300, "")]
     attempt = next(
         s.manifest.attempt for s in list_steps(open_root(run)) if s.number == 150 and s.manifest
@@ -82,9 +83,9 @@ def test_the_first_new_step_supersedes_the_newer_ones_which_stay_under_another_n
         checkpoints.resume(state, path=aside[0].path)
     assert state["w"][0] == 200 and value(run) == (300, pytest.approx(0.9))
     # a mirror may come
-    assert [(note.step, is_in_effect) for note, is_in_effect in rollbacks(open_root(run))] == [
-        ("step-00000150", True)
-    ]
+    assert [
+        (note.step, is_in_effect) for note, is_in_effect in RunListing(open_root(run)).rollbacks
+    ] == [("step-00000150", True)]
     shown = ckpt("ls", run).stdout
     # state and name of each
     assert shown.count("superseded") == 4 and shown.count("complete") == 4, shown
@@ -97,7 +98,7 @@ def test_the_first_new_step_supersedes_the_newer_ones_which_stay_under_another_n
         True,
     ]
     assert prune_steps(open_root(run), Retention(1)).removed and [
-        s.superseded_by != "" for s in list_steps(open_root(run), with_superseded=True)
+        s.superseded_by != "" for s in RunListing(open_root(run)).all_steps
     ] == [True, False, True]
 
 
@@ -107,9 +108,7 @@ def test_the_first_new_step_may_have_the_number_of_an_old_one(run: Path) -> None
         save(checkpoints, 200, 0.5)
     assert value(run) == (200, 0.5)
     assert [
-        (s.number, damage(s))
-        for s in list_steps(open_root(run), with_superseded=True)
-        if s.superseded_by
+        (s.number, damage(s)) for s in RunListing(open_root(run)).all_steps if s.superseded_by
     ] == [(200, ""), (300, "")]
 
 
@@ -129,7 +128,7 @@ def test_going_back_and_back_again(run: Path) -> None:
             checkpoints.resume({"w": torch.zeros(3)}, step=number)
             save(checkpoints, number + 50, w)
         assert value(run) == (number + 50, w)
-    aside = [s.number for s in list_steps(open_root(run), with_superseded=True) if s.superseded_by]
+    aside = [s.number for s in RunListing(open_root(run)).all_steps if s.superseded_by]
     assert aside == [150, 200, 250, 300]
 
 
@@ -211,16 +210,17 @@ def test_a_rollback_in_a_bucket(server: Server) -> None:
         save(checkpoints, 200, 0.5)
         assert find_latest(open_root(root, server.options)).step.number == 200
     assert value(root, storage_options=server.options) == (200, 0.5)
-    steps = list_steps(open_root(root, server.options), with_superseded=True)
+    steps = RunListing(open_root(root, server.options)).all_steps
     assert [(s.number, bool(s.superseded_by), damage(s)) for s in steps] == [
         (100, False, ""),
         (200, False, ""),
         (200, True, ""),
         (300, True, ""),
     ]
-    assert rollbacks(open_root(root, server.options)) == []
+    assert RunListing(open_root(root, server.options)).rollbacks == []
 
 
+@pytest.mark.slow
 def test_a_mirror_that_has_not_heard_of_a_rollback_yet_is_not_resumed_from(
     server: Server, tmp_path: Path
 ) -> None:
@@ -238,7 +238,7 @@ def test_a_mirror_that_has_not_heard_of_a_rollback_yet_is_not_resumed_from(
     ) as checkpoints:
         checkpoints.resume({"w": torch.zeros(3)}, step=100)
         save(checkpoints, 150, 0.5)  # is not mirrored
-        assert latest_of([open_root(root), open_root(url, options)]).step.number == 150
+        assert find_latest(open_root(root), open_root(url, options)).step.number == 150
         assert find_latest(open_root(url, options)).step.number == 300
     with CheckpointManager(
         root, keep_last=None, mirror=url, storage_options=options
@@ -247,17 +247,19 @@ def test_a_mirror_that_has_not_heard_of_a_rollback_yet_is_not_resumed_from(
         assert checkpoints.resume(state) == 150
         checkpoints._mirror.wait()
     assert [
-        (s.number, bool(s.superseded_by))
-        for s in list_steps(open_root(url, options), with_superseded=True)
+        (s.number, bool(s.superseded_by)) for s in RunListing(open_root(url, options)).all_steps
     ] == [
         (100, False),
         (150, False),
         (200, True),
         (300, True),
     ]
-    assert rollbacks(open_root(root)) == rollbacks(open_root(url, options)) == []
+    assert (
+        RunListing(open_root(root)).rollbacks == RunListing(open_root(url, options)).rollbacks == []
+    )
 
 
+@pytest.mark.slow
 def test_a_step_that_only_the_mirror_has_is_gone_back_to(server: Server, tmp_path: Path) -> None:
     server.bucket("far-rollback")
     root, url, options = tmp_path / "run", "s3://far-rollback/run", server.options
@@ -279,6 +281,7 @@ def test_a_step_that_only_the_mirror_has_is_gone_back_to(server: Server, tmp_pat
     assert find_latest(open_root(url, options)).step.number == 150
 
 
+@pytest.mark.slow
 def test_a_rollback_without_the_mirror_is_known_to_the_next_job_that_has_it(
     server: Server, tmp_path: Path
 ) -> None:
@@ -295,10 +298,12 @@ def test_a_rollback_without_the_mirror_is_known_to_the_next_job_that_has_it(
         save(checkpoints, 150, 0.5)
     assert value(root, mirror=url, storage_options=options) == (150, 0.5)
     assert (
-        rollbacks(open_root(root)) == [] and find_latest(open_root(url, options)).step.number == 150
+        RunListing(open_root(root)).rollbacks == []
+        and find_latest(open_root(url, options)).step.number == 150
     )
 
 
+@pytest.mark.slow
 def test_a_step_that_is_replaced_is_replaced_in_the_mirror(server: Server, tmp_path: Path) -> None:
     server.bucket("replaced")
     root, url, options = tmp_path / "run", "s3://replaced/run", server.options

@@ -27,6 +27,7 @@ for manager in managers:
 """
 
 
+@pytest.mark.slow
 def test_every_unclosed_manager_finishes_its_save(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", UNCLOSED, str(tmp_path)],

@@ -28,22 +28,8 @@ from torch import nn
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PerRank, PlanError, RngState
 from tests.looks import looks
+from tests.loop.states import Path, roundtrip
 from tests.stock import assert_stock_torch_reads
-
-Path = pathlib.Path
-
-
-def roundtrip(
-    root: Path, saved: dict[str, Any], into: dict[str, Any], **options: Any
-) -> dict[str, Any]:
-    """Saves a state with one manager and resumes into another state with the next, as a restarted
-    job does.
-    """
-    with CheckpointManager(root) as checkpoints:
-        checkpoints.save(1, saved)
-    with CheckpointManager(root) as checkpoints:
-        assert checkpoints.resume(into, **options) == 1
-    return into
 
 
 def trained(seed: int = 0) -> tuple[nn.Module, list[Any], list[Any]]:

@@ -253,7 +253,7 @@ def test_a_weight_that_is_no_tensor_is_named_by_each_verb(tmp_path: Path, ckpt: 
         tmp_path / "b.pt",
     )
     done = ckpt("merge", tmp_path / "a.pt", tmp_path / "m.safetensors")
-    assert "stay behind: model.b (numpy.ndarray)" in done.stdout and "h (" not in done.stdout
+    assert "stay behind: model.b (numpy.ndarray), h (numpy.ndarray)" in done.stdout
     done = ckpt("salvage", tmp_path / "a.pt", tmp_path / "saved")
     assert "lost: 2 entries" in done.stdout and "model.b" in done.stdout
     done = ckpt("diff", tmp_path / "a.pt", tmp_path / "b.pt")
@@ -263,6 +263,7 @@ def test_a_weight_that_is_no_tensor_is_named_by_each_verb(tmp_path: Path, ckpt: 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "key",
     ["opt", "optG", "g_optimizer", "adam", "muon", "solver", "optimizer_state_dict", "optim_g"],

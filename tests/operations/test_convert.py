@@ -18,8 +18,8 @@ from torch import nn
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PlanError
 from tests.conftest import torchrun
-from tests.dist.test_real_jobs import assert_same
 from tests.stock import assert_stock_torch_reads
+from tests.stock_jobs import assert_same
 
 Run = Callable[..., Any]
 
@@ -361,6 +361,7 @@ def test_schedulers_and_progress_beside_accelerates_parts_are_resumed(tmp_path: 
         ckpt_tools.inspect(tmp_path / "checkpoint-7")
 
 
+@pytest.mark.slow
 def test_what_convert_wrote_can_be_replaced_and_other_files_cannot(
     state: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -481,6 +482,44 @@ def test_an_adapter_of_a_model_whose_names_all_begin_with_one_key(tmp_path: Path
         ckpt_tools.merge(tmp_path / "base.safetensors", out, lora=adapter, overwrite=True)
 
 
+@pytest.mark.parametrize(
+    ("stored", "hint"),
+    [
+        ("model.layers.0.qkv_proj.weight", "fused weights there"),
+        ("model.layers.0.q_proj.qweight", "quantized or split there"),
+    ],
+)
+def test_an_adapter_on_fused_or_quantized_weights_has_a_hint_that_can_help(
+    stored: str, hint: str, tmp_path: Path
+) -> None:
+    save_file({stored: torch.ones(12, 8)}, tmp_path / "base.safetensors")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    prefix = "base_model.model.model.layers.0.q_proj"
+    parts = {f"{prefix}.lora_A.weight": torch.ones(2, 8)}
+    parts[f"{prefix}.lora_B.weight"] = torch.ones(4, 2)
+    save_file(parts, adapter / "adapter_model.safetensors")
+    with pytest.raises(PlanError, match="weight that is not there") as caught:
+        ckpt_tools.merge(tmp_path / "base.safetensors", tmp_path / "o.safetensors", lora=adapter)
+    assert hint in caught.value.hint and "merge_and_unload" in caught.value.hint
+    assert "ckpt convert --rename" not in caught.value.hint
+
+
+def test_an_adapter_with_one_of_two_matrices_says_so(tmp_path: Path) -> None:
+    save_file({"a.q_proj.weight": torch.ones(4, 8)}, tmp_path / "base.safetensors")
+    (tmp_path / "adapter").mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    parts = {"base_model.model.a.q_proj.lora_A.weight": torch.ones(2, 8)}
+    save_file(parts, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(PlanError, match="with one of its two matrices, A: 'a.q_proj'"):
+        ckpt_tools.merge(
+            tmp_path / "base.safetensors", tmp_path / "o.safetensors", lora=tmp_path / "adapter"
+        )
+
+
 def test_a_child_called_module_keeps_its_name_in_every_verb(tmp_path: Path) -> None:
     """Without the prefix, its weight would take the name of the model's own."""
     state = {"module.weight": torch.ones(2), "weight": torch.zeros(2)}
@@ -493,3 +532,18 @@ def test_a_child_called_module_keeps_its_name_in_every_verb(tmp_path: Path) -> N
             ckpt_tools.convert(tmp_path / "a.pt", out, to="safetensors")
         found = {key.removeprefix("model."): value for key, value in load_file(out).items()}
         assert all(torch.equal(found[key], value) for key, value in state.items()), name
+
+
+def test_files_in_folders_of_folders_are_published(tmp_path: Path) -> None:
+    """A universal checkpoint has a folder for each parameter, below `zero`."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "s.pt")
+    out = tmp_path / "u"
+    ckpt_tools.convert(tmp_path / "s.pt", out, to="deepspeed-universal", param_order="model")
+    for name, value in model.state_dict().items():
+        saved = torch.load(next(out.rglob(f"{name}/fp32.pt")))
+        assert torch.equal(saved["param"] if isinstance(saved, dict) else saved, value)

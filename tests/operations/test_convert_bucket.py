@@ -16,12 +16,13 @@ import torch.distributed.checkpoint as dcp
 import ckpt_tools
 from ckpt_tools.errors import IntegrityError, PlanError
 from ckpt_tools.formats.registry import open_source
-from tests.publish.test_bucket import real
+from tests.servers.buckets import real
 from tests.servers.servers import Server
 
 Saved = Callable[[int], Path]
 
 
+@pytest.mark.slow
 def test_convert_reads_from_and_writes_to_a_bucket(server: Server, tmp_path: Path) -> None:
     fs = server.bucket("convert")
     torch.manual_seed(0)
@@ -152,6 +153,7 @@ def test_what_no_small_file_makes_a_checkpoint_is_not_copied_into_a_bucket(tmp_p
     assert ckpt_tools.diff(tmp_path / "two", tmp_path / "two-copied").is_same
 
 
+@pytest.mark.slow
 def test_damage_is_found_where_no_fingerprint_comes_together(saved: Saved, tmp_path: Path) -> None:
     """Streams are filled some files at a time; of a tensor that is cut along its columns each of
     them has no run.

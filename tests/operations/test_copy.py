@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 import ckpt_tools
 from ckpt_tools import IntegrityError, StorageError
 from tests.jobs import torchrun_command
-from tests.publish.test_bucket import uploads
+from tests.servers.buckets import uploads
 from tests.servers.servers import Server
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -59,6 +59,7 @@ def test_a_flipped_bit_of_one_torch_file_is_not_copied(tmp_path: Path, ckpt: Run
     assert done.returncode == 14 and "damaged" in done.stderr and not (tmp_path / "dst.pt").exists()
 
 
+@pytest.mark.slow
 def test_processes_together_find_a_record_that_each_has_read_in_part(
     stock: Path, tmp_path: Path
 ) -> None:
@@ -91,6 +92,15 @@ def test_a_second_copy_finds_everything_there(stock: Path, tmp_path: Path, ckpt:
     dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "dst", no_dist=True)
     with pytest.raises(StorageError, match="the destination exists"):
         ckpt_tools.copy(stock, tmp_path / "dst")
+
+
+def test_a_folder_as_the_destination_keeps_the_name_of_the_step(
+    stock: Path, tmp_path: Path, ckpt: Run
+) -> None:
+    for dst in (f"{tmp_path}/into/", f"{tmp_path}/exact/{stock.name}/", f"{tmp_path}/plain"):
+        assert ckpt("copy", stock, dst).returncode == 0
+    there = {str(p.parent.relative_to(tmp_path)) for p in tmp_path.rglob(".metadata")}
+    assert there - {stock.name} == {f"into/{stock.name}", f"exact/{stock.name}", "plain"}
 
 
 def test_a_second_copy_to_a_bucket_and_back_finds_everything_there(
@@ -126,6 +136,7 @@ except ckpt_tools.StorageError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("are_sealed", [(True, True), (True, False), (False, False)])
 def test_of_two_copies_at_one_instant_one_wins(
     are_sealed: tuple[bool, bool], server: Server, tmp_path: Path
@@ -192,6 +203,7 @@ ckpt_tools.copy(sys.argv[1], sys.argv[2], storage_options=json.loads(sys.argv[3]
 """
 
 
+@pytest.mark.slow
 def test_a_copy_that_was_killed_gives_up_its_dead_uploads_when_it_goes_on(
     server: Server, tmp_path: Path
 ) -> None:

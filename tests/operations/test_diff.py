@@ -17,7 +17,7 @@ import ckpt_tools
 from ckpt_tools import PlanError
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.engine.kernels import to_float64
-from tests.storage.test_remote import run_ckpt
+from tests.command import run_ckpt
 
 Saved = Callable[[int], Path]
 

@@ -75,6 +75,7 @@ def test_all_parts_are_shown_and_the_rest_is_named(trainer: Path, ckpt: Run) -> 
     assert f"beside: {', '.join(sorted(SIDE))}" in ckpt("inspect", trainer / "checkpoint-2").stdout
 
 
+@pytest.mark.slow
 def test_an_optimizer_beside_the_model_goes_along(trainer: Path, tmp_path: Path, ckpt: Run) -> None:
     """Its groups number matrices first; the file of the model has its tensors sorted by name: only
     the config tells their order.

@@ -200,6 +200,13 @@ def test_each_value_of_an_unknown_type_is_named(tmp_path: Path, ckpt: Run) -> No
     assert done.returncode == 0, done.stderr
     said = "\n".join(json.loads(done.stdout)["notes"])
     assert [name for name in values if name not in said] == []
+    for verb, out, *more in (
+        ("merge", "m.safetensors"),
+        ("convert", "hf", "--to", "hf"),
+    ):  # of the model alone
+        done = ckpt(verb, tmp_path / "x.pt", tmp_path / out, *more, "--json")
+        said = "\n".join(json.loads(done.stdout)["notes"])
+        assert [name for name in values if name not in said] == []
 
 
 def test_a_tuple_that_becomes_a_list_is_said(tmp_path: Path) -> None:
@@ -230,6 +237,7 @@ def test_options_that_mean_nothing_are_no_traceback(
     assert done.returncode in (2, 15) and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_options_of_a_store_are_for_an_adapter_too(
     attention: Path, tmp_path: Path, ckpt: Run
 ) -> None:
@@ -258,3 +266,16 @@ def test_a_file_of_which_all_values_are_made_has_no_checksum(tmp_path: Path) -> 
     text = replace(entry, chunks=(chunk,))
     work.catalog = Catalog("text", {"w": text}, file_sizes={"x.pt": 100}, memory_files=made.files)
     assert work.files_without_archives({"x.pt"}) == {"x.pt"}
+
+
+@pytest.mark.parametrize("front", ["model.", ""])
+@pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
+def test_a_tied_weight_is_selected_by_either_of_its_names(
+    front: str, name: str, tmp_path: Path
+) -> None:
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 3)})
+    model["head"] = torch.nn.Linear(3, 4, bias=False)
+    model["head"].weight = model["embed"].weight
+    ckpt_tools.save(tmp_path / "c", {"model": model})
+    ckpt_tools.merge(tmp_path / "c", tmp_path / "m.safetensors", select=[front + name])
+    assert list(load_file(tmp_path / "m.safetensors")) == [name]

@@ -96,6 +96,7 @@ def has(names: dict[str, Any], *words: str) -> bool:
     return any(all(word in name for word in words) for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", WHERE)
 def test_the_table_of_parts_is_true(to: str, tmp_path: Path) -> None:
     model, optimizer, scheduler, _, beside = rows()[to]

@@ -67,6 +67,7 @@ def fetched(passed: list[tuple[web.Request, int]]) -> tuple[int, int]:
     return len(sizes), sum(sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["few", "long", "many", "tiny", "bare", "file"])
 def test_verify_and_seal_fetch_each_byte_once(case: str, server: Server, tmp_path: Path) -> None:
     if server.name == "moto":
@@ -118,6 +119,7 @@ def test_verify_and_seal_fetch_each_byte_once(case: str, server: Server, tmp_pat
     assert ckpt_tools.verify(there, storage_options=server.options).problems == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["columns", "adamw", "tp", "hsdp"])
 def test_what_ranks_saved_is_sealed_in_a_bucket_as_on_a_disk(
     case: str, server: Server, saved: Saved, tmp_path: Path
@@ -141,6 +143,7 @@ def test_what_ranks_saved_is_sealed_in_a_bucket_as_on_a_disk(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(6))
 def test_a_flipped_bit_in_a_bucket_is_found_by_both(
     part: int, server: Server, tmp_path: Path

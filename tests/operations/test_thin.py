@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, NotACheckpointError, PlanError, StorageError
-from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.operations.report.report import report_data
 from ckpt_tools.publish.step_names import step_name
+from ckpt_tools.run.roots import open_root
 from tests.conftest import torchrun
 from tests.jobs import EVERY, STRACE, open_files
-from tests.loop.test_retention import flip_a_bit, save_values
+from tests.loop.values import flip_a_bit, save_values
 from tests.servers.servers import Server
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -235,7 +236,14 @@ def test_a_damaged_step_stays_as_it_is(tmp_path: Path) -> None:
     assert [s.number for s in result.thinned] == [2] and "damaged" in next(
         iter(result.failed.values())
     )
-    assert file.read_bytes() == data
+    assert file.read_bytes() == data and result.damaged == [str(file.parent)]
+
+
+def test_the_command_tells_damage_by_its_status(tmp_path: Path, ckpt: Run) -> None:
+    save_run(tmp_path, 3)
+    flip(tmp_path / "step-00000001")
+    done = ckpt("thin", tmp_path, "--keep-full", "1")
+    assert done.returncode == 14 and "step-00000001: bytes were damaged" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("drop", [(), ("optimizer*",)])
@@ -274,6 +282,7 @@ def test_steps_of_several_ranks_keep_their_sharding(tmp_path: Path) -> None:
 CALLS = "renameat2,rename,renameat,unlink,unlinkat,rmdir,fsync,fdatasync,mkdir,pwrite64,ftruncate"
 
 
+@pytest.mark.slow
 def test_killed_at_every_system_call_each_step_is_full_or_thinned(tmp_path: Path) -> None:
     """Whole in any case; the next run finishes the work, and nothing is left behind."""
     models = save_run(tmp_path / "whole", 2)
@@ -301,6 +310,7 @@ def test_killed_at_every_system_call_each_step_is_full_or_thinned(tmp_path: Path
         number += EVERY if number > 1 else 1
 
 
+@pytest.mark.slow
 def test_steps_in_a_bucket(server: Server, tmp_path: Path) -> None:
     server.bucket("thin")
     root, options = "s3://thin/run", {"storage_options": server.options}
@@ -407,3 +417,29 @@ def test_tied_weights_stay_one_tensor(tmp_path: Path) -> None:
         ckpt_tools.load(target, {"model": again})
         assert torch.equal(again.emb.weight, model.emb.weight)
         assert again.head.weight is again.emb.weight
+
+
+def test_du_and_the_report_name_what_thin_frees_and_prune_keeps(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save_tied(run, 4)
+    next((run / step_name(3)).glob("*.distcp")).unlink()  # incomplete: prune keeps it
+    dcp.save({"w": torch.ones(1000)}, checkpoint_id=run / step_name(2), no_dist=True)  # another's
+    found = {one.step.number: one for one in ckpt_tools.du(run)}
+    thinned = {t.number: t.freed_nbytes for t in ckpt_tools.thin(run, 1, dry_run=True).thinned}
+    assert thinned.keys() == {1} and thinned[1] > 0
+    assert {number: one.reclaimable for number, one in found.items()} == {
+        1: thinned[1],
+        2: 0,
+        3: 0,
+        4: 0,
+    }
+    assert found[3].why == "incomplete"
+    assert report_data(run)["reclaimable"] == thinned[1]
+    kept = {step.number for step in ckpt_tools.steps(run)}
+    ckpt_tools.prune(run, keep_last=4)
+    assert {step.number for step in ckpt_tools.steps(run)} == kept
+    before = sum(one.step.nbytes for one in ckpt_tools.du(run))
+    freed = ckpt_tools.thin(run, 1).freed_nbytes
+    after = sum(one.step.nbytes for one in ckpt_tools.du(run))
+    assert abs(before - after - freed) < 4096, "the manifest also gets shorter"
+    assert not any(one.reclaimable for one in ckpt_tools.du(run))

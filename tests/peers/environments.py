@@ -36,7 +36,10 @@ _PEERS = {
         " ruamel.yaml gql graphql-core validators backoff argcomplete arrow pillow tenacity"
         " websockets"
     ),
+    "accelerate_1": "accelerate==1.6.0",
+    "lightning_2": "lightning==2.4.0 pytorch-lightning==2.4.0 lightning-utilities torchmetrics",
     "peft": "peft==0.21.2",
+    "quantized": "bitsandbytes==0.50.2",
     "ray": (
         "ray==2.60.0 msgpack protobuf cloudpickle pandas pytz tzdata python-dateutil six pyarrow"
         " jsonschema jsonschema-specifications referencing rpds-py"
@@ -69,8 +72,9 @@ _PEERS = {
 }
 
 
-# composer's torchvision has kernels for CUDA only, and others that see it import it
-_ALONE = ("composer", "transformers_4")
+# composer's torchvision has kernels for CUDA only, and others that see it import it; the others are
+# the oldest releases that are admitted
+_ALONE = ("composer", "transformers_4", "accelerate_1", "lightning_2")
 
 
 def python_of(peer: str) -> str:

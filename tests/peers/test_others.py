@@ -4,6 +4,7 @@ PEFT, written by them.
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -353,3 +354,61 @@ def test_every_adapter_of_peft_is_merged_as_peft_does_or_refused_by_name(tmp_pat
         for name, text in refused.items()
         if not name.startswith("begins")
     )
+
+
+@pytest.mark.parametrize("how", ["fused", "separate"])
+def test_torchtitan_llama_becomes_the_model_of_hugging_face_and_back(
+    how: str, tmp_path: Path
+) -> None:
+    """The model and its moments, as torchtitan's adapter makes them; and back into a job of its
+    own."""
+    run_job("torchtitan", 2, "torchtitan_llama_job.py", tmp_path, "save", how)
+    step = tmp_path / "run" / "step-2"
+    want, hf = torch.load(tmp_path / "save.pt"), torch.load(tmp_path / "hf.pt")
+    base = tmp_path / "base"
+    base.mkdir()
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    sizes |= {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64}
+    (base / "config.json").write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes})
+    )
+    with pytest.raises(ckpt_tools.PlanError, match="names of the config's model"):
+        ckpt_tools.convert(step, tmp_path / "no", to="hf", base=base)
+    ckpt_tools.convert(
+        step, tmp_path / "hf", to="hf", base=base, key_map="llama_titan_to_hf", check=True
+    )
+    got = load_file(next((tmp_path / "hf").glob("*.safetensors")))
+    assert got.keys() == hf["model"].keys()
+    assert all(torch.equal(got[name], value) for name, value in hf["model"].items())
+
+    result = ckpt_tools.convert(
+        step, tmp_path / "whole.pt", to="torch", base=base, key_map="llama_titan_to_hf"
+    )
+    assert not result.left_out, result.left_out
+    whole = torch.load(tmp_path / "whole.pt")
+    for kind in ("exp_avg", "exp_avg_sq"):
+        moments = {name: state[kind] for name, state in whole["optimizer"]["state"].items()}
+        assert moments.keys() == hf[kind].keys()
+        assert all(torch.equal(moments[name], value) for name, value in hf[kind].items())
+
+    back = tmp_path / "back" / "run" / "step-2"
+    result = ckpt_tools.convert(
+        tmp_path / "whole.pt",
+        back,
+        to="dcp",
+        ranks=3,
+        optimizer="flat",
+        base=base,
+        key_map="llama_hf_to_titan",
+    )
+    assert not result.left_out, result.left_out
+    if how == "separate":
+        return  # the map's moments are those of the fused projection, as torchtitan's models have it
+    run_job("torchtitan", 3, "torchtitan_llama_job.py", tmp_path / "back", "load", how)
+    again = torch.load(tmp_path / "back" / "load.pt")
+    for part in ("model", "optim"):
+        assert again[part].keys() == want[part].keys()
+        for name, value in want[part].items():
+            other = again[part][name]
+            same = torch.equal(other, value) if isinstance(value, torch.Tensor) else other == value
+            assert same, name

@@ -34,7 +34,9 @@ HOSTS = {
     "transformers_4": ("transformers_4", "transformers_job.py", "."),  # the oldest that is admitted
     "peft": ("peft", "transformers_job.py", "."),
     "accelerate": ("", "accelerate_job.py", "run"),
+    "accelerate_1": ("accelerate_1", "accelerate_job.py", "run"),  # the oldest
     "lightning": ("lightning", "lightning_saves_job.py", "saved"),
+    "lightning_2": ("lightning_2", "lightning_saves_job.py", "saved"),  # the oldest
     "torchtitan": ("torchtitan", "torchtitan_saves_job.py", "run"),
     "verl": ("verl", "verl_saves_job.py", "."),
     "trackers": ("trackers", "trackers_job.py", ""),
@@ -103,6 +105,7 @@ def losses(out: Path) -> dict[str, dict[int, str]]:
 @pytest.mark.parametrize(
     ("host", "fsdp"),
     [("transformers", 2), ("accelerate", 2), ("lightning", 2), ("torchtitan", 2)]
+    + [("accelerate_1", 2), ("lightning_2", 2)]
     + [("accelerate", 1), ("transformers", 1), ("transformers", 0), ("accelerate", 0)] * LONG,
 )
 def test_a_killed_job_has_the_losses_of_one_that_was_not(
@@ -113,7 +116,8 @@ def test_a_killed_job_has_the_losses_of_one_that_was_not(
     part = tmp_path / "part"
     root = part / HOSTS[host][2]
     kill(host, num_ranks, part, root, wanted)
-    newest = str(root / f"step={max(steps_in(root))}.ckpt") if host == "lightning" else True
+    is_lightning = host.startswith("lightning")
+    newest = str(root / f"step={max(steps_in(root))}.ckpt") if is_lightning else True
     run(host, num_ranks, part, {**wanted, "resume": newest})
     want, got = losses(tmp_path / "whole"), losses(part)
     assert got == want and all(len(found) == 20 for found in want.values())
@@ -122,15 +126,20 @@ def test_a_killed_job_has_the_losses_of_one_that_was_not(
 # ---- transformers --------------------------------------------------------------------------------
 
 
-def test_the_trainer_switches_from_its_own_checkpoint(tmp_path: Path) -> None:
-    """The first ten steps are the Trainer's own. What follows is as if it had gone on itself."""
-    wanted = {"steps": 20, "fsdp": 2, "save": 10}
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_trainer_switches_from_its_own_checkpoint(version: int, tmp_path: Path) -> None:
+    """The first ten steps are the Trainer's own. What follows is as if it had gone on itself.
+
+    Under FSDP1, the stock loader leaves the optimizer empty, and so did a switch.
+    """
+    wanted = {"steps": 20, "fsdp": version, "save": 10}
     run("transformers", 2, tmp_path / "whole", {**wanted, "stock": True})
     shutil.copytree(tmp_path / "whole", tmp_path / "part")
     shutil.rmtree(tmp_path / "part" / "checkpoint-20")
     (tmp_path / "part" / "losses.txt").unlink()
     told = run("transformers", 2, tmp_path / "part", {**wanted, "resume": True})
     assert "checkpoint-10 was written by the trainer itself" in told
+    assert ("Accelerate has loaded no state into optimizer" in told) == (version == 1)
     want, got = losses(tmp_path / "whole"), losses(tmp_path / "part")
     assert got["losses.txt"] == {n: w for n, w in want["losses.txt"].items() if n > 10}
     assert ckpt_tools.verify(tmp_path / "part" / "checkpoint-20").problems == []
@@ -175,6 +184,32 @@ def test_the_best_step_stays_and_is_loaded_at_the_end(
     want, got = (torch.load(tmp_path / kind / "end.pt") for kind in ("stock", "ours"))
     assert Path(got["best"]).name == Path(want["best"]).name
     assert all(torch.equal(got["model"][n], t) for n, t in want["model"].items())
+
+
+def test_files_of_a_callback_go_with_their_checkpoint(tmp_path: Path) -> None:
+    """Those of a person stay."""
+    limit = {"save_total_limit": 2}
+    run("transformers", 0, tmp_path, {"steps": 10, "save": 2, "writes": True, "arguments": limit})
+    assert steps_in(tmp_path) == [4, 8, 10]
+    assert (tmp_path / "checkpoint-4" / "notes.txt").exists()
+    for step in (4, 8, 10):
+        assert (tmp_path / f"checkpoint-{step}" / "ema" / "average.bin").read_bytes() == b"average"
+        assert not ckpt_tools.verify(tmp_path / f"checkpoint-{step}").problems
+        config = json.loads((tmp_path / f"checkpoint-{step}" / "config.json").read_text())
+        assert config["architectures"] == ["LlamaForCausalLM"], "as the callback has written it"
+    wanted = {"steps": 12, "save": 2, "writes": True, "resume": True, "arguments": limit}
+    assert "passed over" not in run("transformers", 0, tmp_path, wanted)
+    assert steps_in(tmp_path) == [4, 10, 12]
+
+
+def test_another_release_of_a_host_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    from ckpt_tools.integrations.common import refuse_release
+
+    refuse_release("transformers", ("4.57", "6"))
+    with pytest.raises(ckpt_tools.PlanError, match="transformers 5.* is not known: expected 6 or"):
+        refuse_release("transformers", ("6", "7"))
+    refuse_release("no-such-package", ("1", "2"))
+    assert "the release of no-such-package is not known" in caplog.text
 
 
 def test_only_trackers_that_upload_checkpoints_make_a_save_wait() -> None:

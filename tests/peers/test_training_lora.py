@@ -7,9 +7,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt_tools
 from tests.command import run_command
-from tests.jobs import PYTHON_PATH, torchrun_command
+from tests.jobs import PYTHON_PATH, kill_after_step, torchrun_command
 from tests.peers.environments import JOBS, python_of
 from training.prepare import prepare
 
@@ -98,17 +96,8 @@ def test_adapters_are_trained_as_peft_trains_them(model: Path, tmp_path: Path) -
     assert len(names) == 8 and all(".lora_" in name for name in names)
     # killed after a step, and resumed on another number of ranks, and without FSDP
     part = (*given, f"run.dir={tmp_path}/part", "checkpoint.every=2", "checkpoint.keep_last=900")
-    process = subprocess.Popen(
-        started(2, *part, "run.steps=900"), env=os.environ | ENVIRONMENT, start_new_session=True
-    )
-    while not (tmp_path / "part/step-00000002").exists():
-        assert process.poll() is None
-        time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for newer in ckpt_tools.steps(tmp_path / "part"):
-        if newer.number > 2:
-            shutil.rmtree(newer.path)
+    words = started(2, *part, "run.steps=900")
+    kill_after_step(words, tmp_path / "part", 2, os.environ | ENVIRONMENT)
     shutil.copytree(tmp_path / "part", tmp_path / "ddp")
     said = run(1, *part, f"run.steps={STEPS}")
     assert "resumed at step 2" in said and "the step has only what trains" in said

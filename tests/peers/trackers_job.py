@@ -45,7 +45,9 @@ def main():
     ]
     with CheckpointManager(OUT / "run", on_commit=hooks) as checkpoints:
         for step in (1, 2):
-            checkpoints.save(step, {"w": torch.ones(1000)}, metrics={"loss": 1.0 / step})
+            checkpoints.save(
+                step, {"w": torch.ones(1000)}, metrics={"loss": 1.0 / step, "acc@5%": 0.25}
+            )
     writer.close()
     found = EventAccumulator(str(OUT / "tb"))
     found.Reload()
@@ -54,9 +56,11 @@ def main():
     client = mlflow.MlflowClient()
     history = client.get_metric_history(active.info.run_id, "checkpoint/bytes")
     assert [m.step for m in history] == [1, 2] and history[0].value == told[0].nbytes > 4000
+    odd = client.get_metric_history(active.info.run_id, "checkpoint/acc_5_")
+    assert [m.value for m in odd] == [0.25, 0.25], "MLflow takes no @ and %"
     (path,) = glob.glob(f"{OUT}/mlruns/*/{active.info.run_id}/artifacts/checkpoints/step-2.json")
     facts = json.loads(Path(path).read_text())
-    assert facts["uri"] == f"file://{told[1].path}" and facts["metrics"] == {"loss": 0.5}
+    assert facts["uri"] == f"file://{told[1].path}" and facts["metrics"]["loss"] == 0.5
     assert facts["digest"] == f"crc64nvme:{told[1].digest}"
     mlflow.end_run()
     run.finish()

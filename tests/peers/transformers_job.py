@@ -34,6 +34,20 @@ class Losses(TrainerCallback):
                 file.write(f"{state.global_step} {logs['loss']!r} {logs['grad_norm']!r}\n")
 
 
+class Writes(TrainerCallback):
+    """Puts an average into each checkpoint. Later, a person puts a note into checkpoint-4."""
+
+    def on_save(self, args, state, control, **kwargs):
+        folder = OUT / f"checkpoint-{state.global_step}" / "ema"
+        folder.mkdir()
+        (folder / "average.bin").write_bytes(b"average")
+        kwargs["model"].save_pretrained(folder.parent)  # writes config.json anew
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            (OUT / "checkpoint-4" / "notes.txt").write_text("the best so far")
+
+
 def model():
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -95,7 +109,7 @@ def main():
         arguments(),
         train_dataset=Tokens(),
         eval_dataset=Tokens() if WANTED.get("evaluate") else None,
-        callbacks=[Losses()],
+        callbacks=[Losses(), *([Writes()] if WANTED.get("writes") else [])],
     )
     if WANTED.get("install"):
         install(trainer, WANTED.get("root"))

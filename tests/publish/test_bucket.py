@@ -21,47 +21,18 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError, StorageError
-from ckpt_tools.publish.attempt_mark import mark_name
-from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.bucket.lease import Lease
+from ckpt_tools.publish.disk.attempt_mark import mark_name
 from ckpt_tools.publish.find_manifest import find_manifest
-from ckpt_tools.publish.lease import Lease
-from ckpt_tools.publish.steps import list_steps
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.steps import list_steps
 from ckpt_tools.storage import LocalStore, RemoteStore
 from ckpt_tools.storage.s3.multipart import MAX_PARTS, MIN_PART_BYTES, part_starts
-from tests.servers import servers
+from tests.command import run_ckpt
+from tests.servers.buckets import MIB, names, save_locally, tensors, uploads
 from tests.servers.servers import Server
-from tests.storage.test_remote import run_ckpt
 
 Saved = Callable[[int], Path]
-MIB = 1 << 20
-
-
-def names(fs: Any, prefix: str) -> list[str]:
-    fs.invalidate_cache()
-    return sorted(fs.find(prefix))
-
-
-def uploads(fs: Any, bucket: str) -> list[str]:
-    return [
-        u["Key"] for u in fs.call_s3("list_multipart_uploads", Bucket=bucket).get("Uploads") or ()
-    ]
-
-
-def tensors(num: int, numel: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {f"layer{i}.weight": torch.randn(numel, generator=generator) for i in range(num)}
-
-
-def save_locally(path: Path, values: dict[str, torch.Tensor]) -> Path:
-    with CheckpointManager(path) as checkpoints:
-        checkpoints.save(1, {"model": values}, asynchronous=False)
-    return path / "step-00000001"
-
-
-def real(server: Server) -> None:
-    """Skips what takes long where the other server is the real one."""
-    if server.name == "moto" and not servers.missing("radosgw"):
-        pytest.skip("RadosGW is here, and it is the real one")
 
 
 # ---- parts ---------------------------------------------------------------------------------------
@@ -81,6 +52,7 @@ def test_ten_thousand_parts_suffice_up_to_five_tebibytes(nbytes: int) -> None:
 # ---- merge, reshard, copy ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_written_to_a_bucket_is_what_is_written_to_a_disk(
     server: Server, saved: Saved, tmp_path: Path
 ) -> None:
@@ -184,6 +156,7 @@ def test_a_second_copy_transfers_what_is_missing_or_differs(server: Server, tmp_
         ckpt_tools.copy(tmp_path / "two", "s3://resumed/up", **options)
 
 
+@pytest.mark.slow
 def test_a_copy_that_is_interrupted_goes_on_where_it_was(tmp_path: Path) -> None:
     ckpt_tools.reshard(
         save_locally(tmp_path / "run", tensors(24, 4 * MIB)), tmp_path / "many", to_ranks=24
@@ -237,6 +210,7 @@ def test_a_copy_of_damaged_bytes_is_refused_and_nothing_is_visible(
     assert run_ckpt("copy", source, "s3://damaged/up", **server.environment).returncode == 14
 
 
+@pytest.mark.slow
 def test_what_lies_in_a_bucket_is_compared_without_a_download(
     server: Server, tmp_path: Path
 ) -> None:
@@ -279,7 +253,7 @@ def test_what_lies_in_a_bucket_is_compared_without_a_download(
     fs.rm("verified/a/__0_0.distcp")
     done = run_ckpt("verify", "s3://verified/a", **server.environment)
     assert (
-        done.returncode == 1
+        done.returncode == 14
         and "__0_0.distcp is missing" in done.stdout
         and "__7_0.distcp is no part" in done.stdout
     ), done.stderr
@@ -356,6 +330,7 @@ def test_more_files_than_are_written_side_by_side_are_the_same(tmp_path: Path) -
     fs.rm("/grouped", recursive=True)
 
 
+@pytest.mark.slow
 def test_encryption_and_who_pays_are_told_with_every_request(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,11 +24,12 @@ import pytest
 import torch
 
 from ckpt_tools import CheckpointManager, StorageError
-from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.bucket.lease import Lease
 from ckpt_tools.publish.holder import own_holder
-from ckpt_tools.publish.lease import Lease
-from ckpt_tools.publish.steps import list_steps
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.steps import list_steps
 from tests.conftest import HERE
+from tests.servers.buckets import until
 from tests.servers.faults import refusing
 from tests.servers.gate import gated
 from tests.servers.servers import Server
@@ -64,6 +65,7 @@ def holder(
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_second_job_on_a_bucket_is_refused_and_a_dead_one_s_lease_is_taken_over_at_once(
     server: Server,
 ) -> None:
@@ -127,10 +129,11 @@ def test_a_lease_that_could_not_be_removed_does_not_bar_its_own_process(
     Lease("s3://stays/run", server.options).release()
 
 
+@pytest.mark.slow
 def test_a_lease_of_another_machine_holds_while_it_is_renewed_and_expires_after_that(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ckpt_tools.publish.lease.LEASE_S", 4.0)
+    monkeypatch.setattr("ckpt_tools.publish.bucket.lease.LEASE_S", 4.0)
     fs, root, path = server.bucket("elsewhere"), "s3://elsewhere/run", "elsewhere/run/.ckpt.lock"
     elsewhere(fs, path)
     renewing = threading.Timer(1.5, elsewhere, (fs, path, 1))
@@ -159,7 +162,7 @@ def test_a_lease_of_another_machine_holds_while_it_is_renewed_and_expires_after_
 def test_a_lease_is_renewed_and_a_job_that_lost_it_saves_no_more(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_tools.publish.lease.RENEW_S", 0.3)
+    monkeypatch.setattr("ckpt_tools.publish.bucket.lease.RENEW_S", 0.3)
     fs, root, path = server.bucket("lost"), "s3://lost/run", "lost/run/.ckpt.lock"
     with CheckpointManager(root, storage_options=server.options) as checkpoints:
         first = fs.cat_file(path)
@@ -175,10 +178,11 @@ def test_a_lease_is_renewed_and_a_job_that_lost_it_saves_no_more(
     assert [s.number for s in list_steps(open_root(root, server.options))] == [1]
 
 
+@pytest.mark.slow
 def test_a_job_that_was_cut_off_looks_at_its_lease_before_it_saves(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_tools.publish.lease.LEASE_S", 1.0)
+    monkeypatch.setattr("ckpt_tools.publish.bucket.lease.LEASE_S", 1.0)
     fs, root, path = server.bucket("cutoff"), "s3://cutoff/run", "cutoff/run/.ckpt.lock"
     with CheckpointManager(root, storage_options=server.options) as checkpoints:
         time.sleep(1.2)  # the thread that renews comes after 20 s
@@ -195,7 +199,7 @@ def test_a_job_that_was_cut_off_looks_at_its_lease_before_it_saves(
 def test_a_job_that_loses_its_lease_while_it_writes_does_not_commit(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_tools.publish.lease.RENEW_S", 0.3)
+    monkeypatch.setattr("ckpt_tools.publish.bucket.lease.RENEW_S", 0.3)
     fs, root = server.bucket("overtaken"), "s3://overtaken/run"
     with (
         gated(server) as (behind, gate),
@@ -216,13 +220,7 @@ def test_a_job_that_loses_its_lease_while_it_writes_does_not_commit(
     assert not [path for path in fs.find("overtaken/run") if "/step-" in path]
 
 
-def until(is_so: Any, seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
+@pytest.mark.slow
 def test_of_several_that_start_at_once_one_gets_the_lease(server: Server) -> None:
     server.bucket("race")
     managers: list[CheckpointManager] = []
@@ -290,6 +288,7 @@ def test_a_cell_that_is_run_twice_is_told_which_manager_is_open(tmp_path: Path) 
     assert "close() on it first" in (caught.value.hint or "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_root_that_is_removed_while_a_job_runs_is_made_and_locked_again_with_a_warning(
     asynchronous: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -313,6 +312,7 @@ def test_a_root_that_is_removed_while_a_job_runs_is_made_and_locked_again_with_a
             checkpoints.save(3, STATE, asynchronous=False)
 
 
+@pytest.mark.slow
 def test_a_root_is_free_at_once_although_a_child_was_just_forked(tmp_path: Path) -> None:
     for _ in range(20):
         checkpoints = CheckpointManager(tmp_path)

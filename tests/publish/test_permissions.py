@@ -19,26 +19,11 @@ from aiohttp import web
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, StorageError
+from tests.command import run_ckpt
 from tests.conftest import HERE
-from tests.publish.test_bucket import save_locally
+from tests.servers.buckets import deny, save_locally
 from tests.servers.faults import Breaker, before
 from tests.servers.servers import Server
-from tests.storage.test_remote import run_ckpt
-
-
-def deny(fs: Any, bucket: str, *actions: str) -> None:
-    """Has a bucket refuse some actions to everybody."""
-    what = {
-        "Effect": "Deny",
-        "Principal": "*",
-        "Action": list(actions),
-        "Resource": [f"arn:aws:s3:::{bucket}", f"arn:aws:s3:::{bucket}/*"],
-    }
-    fs.call_s3(
-        "put_bucket_policy",
-        Bucket=bucket,
-        Policy=json.dumps({"Version": "2012-10-17", "Statement": [what]}),
-    )
 
 
 @pytest.fixture
@@ -67,8 +52,7 @@ def test_a_job_that_may_not_list_uploads_saves_and_prunes_with_a_warning(
     done = run_ckpt("prune", "s3://policed/run", "--keep-last", "1", **server.environment)
     assert done.returncode == 0 and "s3:ListBucketMultipartUploads" in done.stderr, done.stderr
     assert [
-        s.number
-        for s in CheckpointManager("s3://policed/run", storage_options=server.options).steps()
+        s.number for s in ckpt_tools.steps("s3://policed/run", storage_options=server.options)
     ] == [2]
 
 
@@ -150,6 +134,7 @@ class Expiring(Breaker):
         return await super().handle(request)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trigger",
     [("PUT", "partNumber=2"), ("POST", "uploadId="), ("PUT", "manifest"), ("PUT", ".metadata")],

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ckpt_tools.publish import attempt_mark, flock, staging
+from ckpt_tools.publish.disk import attempt_mark, flock, staging
 
 FILES = (staging.__file__, flock.__file__, attempt_mark.__file__)
 

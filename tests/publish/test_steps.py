@@ -15,14 +15,16 @@ import pytest
 import torch
 from awscrt.checksums import crc64nvme
 
+import ckpt_tools
 from ckpt_tools import CheckpointManager, FormatError, StorageError
 from ckpt_tools.loop.steps.retention import removable
-from ckpt_tools.publish.attempt_mark import mark_name
-from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.disk.attempt_mark import mark_name
 from ckpt_tools.publish.manifest import parse_manifest
-from ckpt_tools.publish.retention_rules import Retention
 from ckpt_tools.publish.step_names import step_name
-from ckpt_tools.publish.steps import Step, damage, find_latest, list_steps
+from ckpt_tools.run.retention import Retention
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import Step, damage
+from ckpt_tools.run.steps import find_latest, list_steps
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -265,7 +267,7 @@ def test_a_manifest_survives_rendering(template: Path) -> None:
 # ---- one job at a time ---------------------------------------------------------------------------
 
 HOLD = (
-    "import sys, time; from pathlib import Path; from ckpt_tools.publish.lock import FileLock; held ="
+    "import sys, time; from pathlib import Path; from ckpt_tools.publish.disk.lock import FileLock; held ="
     " FileLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
 )
 
@@ -310,3 +312,20 @@ def test_latest_prints_one_path_and_says_what_it_passed_over(
     assert f"passed over {newest(run)}: __0_0.distcp is damaged" in result.stderr
     nothing = ckpt("latest", tmp_path_factory.mktemp("empty"))
     assert (nothing.returncode, nothing.stdout) == (10, "")
+
+
+@pytest.mark.parametrize(
+    "text", ["[[1,[3,4]]]", '{"a\\u0000b":[1,2]}', '{"\\ud800":[1,2]}', '{"eval.json":[2,1]}', "3"]
+)
+def test_a_forged_note_of_a_host_vouches_for_nothing(text: str, tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
+        for number in (1, 2):
+            checkpoints.save(number, {"x": number}, asynchronous=False)
+    step = tmp_path / "step-00000001"
+    (step / "eval.json").write_text("{}")
+    (step / "extra.safetensors").write_bytes(b"mine")
+    for attempt in ("1234abcd", next(step.glob("ckpt.manifest.*")).name.split(".")[2]):
+        (step / f"ckpt.host.{attempt}.json").write_text(text)
+    kept = ckpt_tools.prune(tmp_path, 1).kept
+    assert "eval.json" in kept[str(step)] and step.exists()
+    assert [p.file for p in ckpt_tools.verify(step).problems] == ["extra.safetensors"]

@@ -19,12 +19,11 @@ import torch.distributed.checkpoint as dcp
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PlanError, StorageError
 from ckpt_tools.loop.steps.retention import pin_step
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import find_latest, list_steps
-from tests.publish.test_bucket import names, save_locally
-from tests.publish.test_permissions import deny
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.steps import RunListing, find_latest, list_steps
+from tests.command import run_ckpt
+from tests.servers.buckets import deny, names, save_locally
 from tests.servers.servers import Server
-from tests.storage.test_remote import run_ckpt
 
 
 def run(
@@ -49,6 +48,7 @@ def run(
                 checkpoints._mirror.wait()  # else an older step may give way to a newer one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_a_rollback_sets_aside_the_mirror_s_step_of_the_same_number(
     is_kept: bool, server: Server, tmp_path: Path
@@ -131,6 +131,7 @@ def test_a_rollback_in_a_bucket_takes_folders_along(server: Server) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["bucket", "disk"])
 def test_a_step_that_made_way_for_nothing_comes_back(
     where: str, server: Server, tmp_path: Path
@@ -159,8 +160,7 @@ with CheckpointManager({root!r}, keep_last=None, storage_options=json.loads(sys.
         state = {"w": torch.zeros(3), "n": 0}
         assert checkpoints.resume(state) == 30
     assert [
-        (s.number, s.superseded_by)
-        for s in list_steps(open_root(root, options), with_superseded=True)
+        (s.number, s.superseded_by) for s in RunListing(open_root(root, options)).all_steps
     ] == [(10, ""), (20, ""), (30, "")]
 
 
@@ -211,6 +211,7 @@ def test_a_policy_by_objects_alone_is_enough_to_remove(server: Server, tmp_path:
     fs.call_s3("delete_bucket_policy", Bucket="byobject")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["bucket", "disk"])
 def test_of_two_who_seal_one_checkpoint_one_wins(
     where: str, server: Server, tmp_path: Path
@@ -300,9 +301,7 @@ def test_overwrite_in_a_bucket_replaces_what_we_wrote_and_nothing_else(
 def test_a_missing_bucket_is_no_empty_run(words: list[str], server: Server, tmp_path: Path) -> None:
     source = save_locally(tmp_path / "run", {"w": torch.ones(3)})
     done = run_ckpt(*[word.format(src=source) for word in words], **server.environment)
-    assert done.returncode == 15 and "there is no such bucket" in done.stderr, (
-        done.stdout + done.stderr
-    )
+    assert done.returncode == 15 and "no such bucket" in done.stderr, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("url", ["s3:/bucket/run", "gs:/bucket/run"])

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,12 +21,12 @@ from safetensors.torch import load_file, save_file
 import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError, StorageError
 from ckpt_tools.core.checksum import crc64nvme, hex64
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.find_manifest import find_manifest
+from ckpt_tools.publish.find_manifest import find_manifest, noted_by_host
+from ckpt_tools.run.roots import open_root
 from ckpt_tools.storage import LocalStore
-from tests.publish.test_bucket import names, save_locally, tensors
+from tests.command import run_ckpt
+from tests.servers.buckets import names, save_locally, tensors
 from tests.servers.servers import Server
-from tests.storage.test_remote import run_ckpt
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 NOBODY = 65534
@@ -159,6 +160,7 @@ def test_a_forged_manifest_gives_no_file_away(name: str, tmp_path: Path, ckpt: R
     assert (dst / name).read_bytes() == b"user data"
 
 
+@pytest.mark.slow
 def test_a_manifest_of_any_length_is_not_read(tmp_path: Path, ckpt: Run) -> None:
     src = stock(tmp_path / "src")
     with (src / "ckpt.manifest.12345678.json").open("wb") as file:
@@ -166,7 +168,37 @@ def test_a_manifest_of_any_length_is_not_read(tmp_path: Path, ckpt: Run) -> None
     done = ckpt("inspect", src)
     assert done.returncode in (0, 11) and "Traceback" not in done.stderr
     done = ckpt("verify", src)
-    assert "a manifest is too long" in done.stdout + done.stderr and done.returncode in (1, 11)
+    assert "a manifest is too long" in done.stdout + done.stderr and done.returncode in (11, 14)
+
+
+def test_a_note_of_the_host_has_a_bound(tmp_path: Path) -> None:
+    note = tmp_path / "ckpt.host.deadbeef.json"
+    note.write_text('{"a": [1, 2]}')
+    assert noted_by_host(LocalStore(tmp_path)) == {"a": (1, 2)}
+    note.write_text('{"a": [1, 2]' + " " * (16 << 20) + "}")
+    assert noted_by_host(LocalStore(tmp_path)) == {}
+
+
+def test_many_manifests_take_no_more_memory_than_two(tmp_path: Path) -> None:
+    src = stock(tmp_path / "src")
+    ckpt_tools.seal(src)
+    (path,) = src.glob("ckpt.manifest.*")
+    body = json.loads(path.read_bytes())
+    del body["crc64nvme"]
+    body["index"]["crc64nvme"] = "0" * 16  # it fits no index
+    entry = next(iter(body["tensors"].values()))
+    body["tensors"] = {f"a.long.name.of.a.tensor.{n}": entry for n in range(40_000)}
+    text = json.dumps(body).encode()[:-1]
+    data = text + b',\n "crc64nvme": "%016x"\n}\n' % crc64nvme(text)
+    peaks = []
+    for number in (1, 9):
+        for n in range(number):
+            (src / f"ckpt.manifest.{n:07}a.json").write_bytes(data)
+        tracemalloc.start()
+        assert find_manifest(LocalStore(src)) is not None  # the one that fits
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0], peaks
 
 
 # ---- the seal of one file ------------------------------------------------------------------------
@@ -228,6 +260,7 @@ def marked(fs: object) -> dict[str, object]:
     return {"Metadata": {MARK: "1"}}
 
 
+@pytest.mark.slow
 def test_an_overwrite_of_one_object_replaces_no_newer_result(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +305,7 @@ def test_an_overwrite_of_one_object_replaces_no_newer_result(
     del mine
 
 
+@pytest.mark.slow
 def test_of_two_that_resume_one_attempt_the_winner_stays_whole(
     server: Server, tmp_path: Path
 ) -> None:
@@ -319,7 +353,7 @@ def test_a_step_that_is_removed_during_a_listing_is_not_shown(
     listed = root.entries()
     fs.rm("going/run/step-00000001", recursive=True)
     monkeypatch.setattr(root, "entries", lambda: listed, raising=True)
-    from ckpt_tools.publish.steps import list_steps
+    from ckpt_tools.run.steps import list_steps
 
     assert [step.number for step in list_steps(root)] == [2]
 

@@ -160,6 +160,57 @@ def refusing(endpoint: str, wanted: str, kind: str) -> Iterator[tuple[str, Refus
         yield url, refuser
 
 
+@dataclass
+class Outage(Breaker):
+    """Stops to answer some methods: `busy` answers 503, `silent` answers nothing.
+
+    Listings are answered in any case.
+    """
+
+    methods: tuple[str, ...] = ()
+    how: str = "busy"
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        is_list = request.method == "GET" and "list-type" in request.query
+        if request.method not in self.methods or is_list:
+            return await super().handle(request)
+        self.log.append(request.path)
+        if self.how == "silent":
+            while request.transport is not None and not request.transport.is_closing():
+                await asyncio.sleep(0.1)
+        text = "<Error><Code>SlowDown</Code><Message>busy</Message></Error>"
+        return web.Response(status=503, text=text, content_type="application/xml")
+
+
+@contextmanager
+def out_of_order(
+    endpoint: str, methods: tuple[str, ...], how: str
+) -> Iterator[tuple[str, list[str]]]:
+    """Yields the URL of a proxy with an `Outage`, and the paths that it did not serve."""
+    outage = Outage(endpoint, 0.0, (), False, 0, random.Random(0), methods=methods, how=how)
+    with before(outage) as url:
+        yield url, outage.log
+
+
+@dataclass
+class Forbidder(Breaker):
+    """Forbids to delete objects."""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        is_delete = request.method == "DELETE" or "delete" in request.query
+        if not is_delete or request.path.endswith("/.ckpt.lock"):
+            return await super().handle(request)
+        text = "<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
+        return web.Response(status=403, text=text, content_type="application/xml")
+
+
+@contextmanager
+def forbidding_deletes(endpoint: str) -> Iterator[str]:
+    """Yields the URL of a proxy that forbids to delete anything but leases."""
+    with before(Forbidder(endpoint, 0.0, (), False, 0, random.Random(0))) as url:
+        yield url
+
+
 @contextmanager
 def watched(endpoint: str) -> Iterator[tuple[str, list[tuple[web.Request, int]]]]:
     """Yields a proxy's URL that breaks nothing, and the list of requests with the status of each
@@ -190,6 +241,11 @@ def serving(app: web.Application) -> Iterator[str]:
         started.set()
         await stop.wait()
         await runner.cleanup()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.sleep(0.05)  # the connections of cancelled requests close in later turns
 
     stop = asyncio.Event()
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
@@ -201,3 +257,27 @@ def serving(app: web.Application) -> Iterator[str]:
         loop.call_soon_threadsafe(stop.set)
         thread.join()
         loop.close()
+
+
+class Gate(Breaker):
+    """Holds requests of one method whose path has one of some texts, until it is opened."""
+
+    def __init__(self, endpoint: str, texts: tuple[str, ...], method: str) -> None:
+        super().__init__(endpoint, 0.0, (), False, 0, random.Random(0))
+        self._texts, self._method = texts, method
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.method == self._method and any(text in request.path for text in self._texts):
+            self.reached.set()
+            while not self.opened.is_set():
+                await asyncio.sleep(0.05)
+        return await super().handle(request)
+
+
+@contextmanager
+def held_at(endpoint: str, texts: tuple[str, ...], method: str) -> Iterator[tuple[str, Gate]]:
+    """Yields the URL of a proxy, and its gate."""
+    gate = Gate(endpoint, texts, method)
+    with before(gate) as url:
+        yield url, gate

@@ -36,6 +36,7 @@ def ckpt(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([command, *words], capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_the_host_and_the_user_of_a_url_are_used(ftp: str, tmp_path: Path) -> None:
     weights = {"w": np.arange(100_000, dtype=np.float32)}
     save_file(weights, tmp_path / "served" / "m.safetensors")

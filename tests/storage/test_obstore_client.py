@@ -201,6 +201,7 @@ def test_what_it_cannot_be_told_is_read_by_s3fs(
     assert came == objects and {who for who, _, _ in reads} == {"s3fs"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "bucket", "endpoint"),
     [
@@ -274,6 +275,7 @@ def test_a_trust_of_ones_own_is_left_to_s3fs(monkeypatch: pytest.MonkeyPatch) ->
 # ---- what goes wrong -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_fails_with_it_is_read_by_s3fs(
     automatic: None, server: Server, objects: dict[str, bytes]
 ) -> None:
@@ -349,6 +351,7 @@ store.will_read([("big", n << 20, 1 << 20) for n in range(9)], is_all=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", ["", "store.close()", "raise KeyboardInterrupt"])
 def test_a_process_that_ends_with_reads_on_their_way_ends_quietly(
     last: str, automatic: None, server: Server, objects: dict[str, bytes]

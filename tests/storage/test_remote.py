@@ -21,12 +21,12 @@ from torch import nn
 import ckpt_tools
 from ckpt_tools import CheckpointError, CheckpointManager, NotACheckpointError, StorageError
 from ckpt_tools.storage import RemoteStore, is_url, read
-from tests.command import run_command
-from tests.dist.test_real_jobs import RESHARDED
+from tests.command import run_ckpt
 from tests.jobs import torchrun_command
 from tests.servers import servers
 from tests.servers.faults import faulty, serving
 from tests.servers.servers import SECRET, Server, storage_words
+from tests.stock_jobs import RESHARDED
 
 Saved = Callable[[int], Path]
 
@@ -75,6 +75,7 @@ def test_merge_and_reshard_read_a_bucket_as_they_read_a_disk(
         assert (tmp_path / "remote" / ours.name).read_bytes() == ours.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_team_reads_a_bucket_too(server: Server, uploaded: Path, tmp_path: Path) -> None:
     ckpt_tools.reshard(uploaded, tmp_path / "one", to_ranks=3)
     command = torchrun_command(
@@ -104,6 +105,7 @@ def test_an_object_that_is_replaced_between_two_reads_is_an_error_and_not_a_mix(
     store.close()
 
 
+@pytest.mark.slow
 def test_faults_on_the_way_end_in_the_right_bytes_or_in_a_clear_error(
     server: Server, tmp_path: Path
 ) -> None:
@@ -139,6 +141,7 @@ def test_faults_on_the_way_end_in_the_right_bytes_or_in_a_clear_error(
     )
 
 
+@pytest.mark.slow
 def test_a_bit_that_flips_once_on_the_way_is_fetched_again(
     server: Server, uploaded: Path, tmp_path: Path
 ) -> None:
@@ -181,6 +184,7 @@ def test_a_checkpoint_below_is_found_and_several_are_listed(server: Server, uplo
         ckpt_tools.inspect("s3://two", server.options)
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_straight_from_a_bucket(server: Server, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 5))
     with CheckpointManager(tmp_path / "run") as checkpoints:
@@ -212,15 +216,10 @@ def test_a_model_is_loaded_straight_from_a_bucket(server: Server, tmp_path: Path
     assert said.stdout.split() == ["3", str(model[0].weight.sum().item())]
 
 
-def run_ckpt(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")}
-    return run_command(*words, env=clean | {"HOME": "/nonexistent"} | environment)
-
-
 def test_the_command_takes_urls_and_storage_options(
     server: Server, uploaded: Path, tmp_path: Path
 ) -> None:
-    done = run_ckpt("inspect", URL, "--stats", **server.environment)
+    done = run_ckpt("inspect", URL, "--traffic", **server.environment)
     assert done.returncode == 0 and done.stdout.startswith(f"{URL}\n"), done.stderr
     assert done.stderr.startswith("2 requests (1 GET, 1 LIST), ")
     secrets = {k: v for k, v in server.environment.items() if "KEY" in k}
@@ -303,6 +302,7 @@ def test_credentials_that_are_wrong_or_missing_are_named_and_never_printed(
         assert "credentials" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_does_not_answer_is_an_error_and_no_hang(
     uploaded: Path, server: Server
 ) -> None:
@@ -439,6 +439,7 @@ def test_a_web_server_is_read_and_not_written_to(saved: Saved, tmp_path: Path) -
     ).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RESHARDED)
 def test_every_kind_of_save_is_read_from_a_store_as_from_a_disk(
     case: str, saved: Saved, tmp_path: Path
@@ -472,6 +473,7 @@ def test_payloads_that_lie_elsewhere_than_usual_are_found(alignment: int, tmp_pa
     fs.rm("/aligned", recursive=True)
 
 
+@pytest.mark.slow
 def test_a_bit_that_flips_once_does_not_condemn_a_step(server: Server, tmp_path: Path) -> None:
     """Retention would not count such a step, and a mirror would replace it."""
     root = tmp_path / "run"

@@ -15,13 +15,13 @@ from aiohttp import web
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import list_steps
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.steps import list_steps
+from tests.command import run_ckpt
 from tests.conftest import torchrun
-from tests.publish.test_bucket import save_locally
+from tests.servers.buckets import save_locally
 from tests.servers.faults import watched
 from tests.servers.servers import Server
-from tests.storage.test_remote import run_ckpt
 
 Saved = Callable[[int], Path]
 
@@ -33,6 +33,7 @@ def kinds(passed: list[tuple[web.Request, int]]) -> collections.Counter[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_save_lists_at_most_twice(server: Server) -> None:
     server.bucket("lists")
     with (
@@ -60,6 +61,7 @@ def test_three_ranks_list_no_more_than_one(server: Server) -> None:
     assert count["LIST"] <= 3 + 1 + 2 * 4, count
 
 
+@pytest.mark.slow
 def test_a_run_of_many_steps_is_listed_at_once(server: Server) -> None:
     fs = server.bucket("rows")
     for step in range(30):
@@ -89,6 +91,7 @@ VERBS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", VERBS, ids=lambda words: words[0])
 def test_each_verb_tells_its_requests(
     words: tuple[str, ...], server: Server, tmp_path: Path
@@ -104,7 +107,7 @@ def test_each_verb_tells_its_requests(
             word.format(tmp=tmp_path).replace("SRC", "s3://verbs/run/step-00000001")
             for word in words
         ]
-        done = run_ckpt(*given, "--stats", **replace(server, endpoint=url).environment)
+        done = run_ckpt(*given, "--traffic", **replace(server, endpoint=url).environment)
     assert done.returncode == 0, done.stderr
     told = done.stderr.splitlines()[-1]
     assert told.startswith(f"{len(passed)} request"), (told, kinds(passed))

@@ -196,6 +196,7 @@ def test_prepare_with_a_tokenizer_gives_its_ids(tmp_path: Path) -> None:
     assert about["vocab_size"] == 70_005 and about["tokens"] == len(ids)
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_made(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
     command = [

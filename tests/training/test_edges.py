@@ -17,18 +17,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
 
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import list_steps
-from tests.dist.test_real_jobs import stock_load
-from tests.training.test_training import TINY, command, lines, losses, run, sets
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.steps import list_steps
+from tests.stock_jobs import stock_load
+from tests.training.runs import ONE, TINY, command, lines, losses, run, sets
 from training import units
 from training.batch import fingerprint
 from training.config import ConfigError, resolve
-from training.data import open_tokens, tokenizer_fingerprint
+from training.data import open_tokens
+from training.local_models import tokenizer_fingerprint
 from training.prepare import prepare
 from training.prove import prove
-
-ONE = (sys.executable, "-m", "training")
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +139,7 @@ def test_a_fingerprint_tells_files_apart_wherever_they_differ() -> None:
         assert fingerprint(other) != fingerprint(ids)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_the_run_and_saves_nothing_of_it(
     data: Path, tmp_path: Path
 ) -> None:
@@ -214,6 +214,7 @@ def test_ids_beyond_what_a_file_promises_are_one_line(data: Path, tmp_path: Path
     )
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_on_a_cpu_is_one_line(tmp_path: Path) -> None:
     limited = (
         "import resource, runpy; resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30));"
@@ -313,6 +314,7 @@ def options_for(model: Path, data: Path, folder: Path, *more: str) -> list[str]:
     return sets(*shared, f"model.path={model}", f"run.dir={folder}", *more)
 
 
+@pytest.mark.slow
 def test_a_tied_model_in_flat_parameters_of_fsdp1_loads_trains_and_resumes(
     data: Path, tmp_path: Path
 ) -> None:
@@ -326,6 +328,7 @@ def test_a_tied_model_in_flat_parameters_of_fsdp1_loads_trains_and_resumes(
     assert "resumed at step 4" in said and len(losses(tmp_path / "flat")) == 6
 
 
+@pytest.mark.slow
 def test_ranks_of_a_tensor_group_draw_the_same_dropout(data: Path, tmp_path: Path) -> None:
     phi = small("Phi", tmp_path / "phi", intermediate_size=64, resid_pdrop=0.5, embd_pdrop=0.3)
     words = [
@@ -376,6 +379,7 @@ def test_a_model_that_cannot_be_made_is_one_line(data: Path, tmp_path: Path) -> 
     )
 
 
+@pytest.mark.slow
 def test_another_config_of_the_same_shapes_is_refused_and_another_spelling_is_not(
     data: Path, tmp_path: Path
 ) -> None:
@@ -505,6 +509,7 @@ def test_units_by_size_are_those_of_fsdp1_s_own_policy() -> None:
 # ---- going back, and on --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_from_an_older_step_is_a_branch_that_is_exported_and_gone_on_with(
     first: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -7,9 +7,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,8 @@ import torch
 from torch.nn import functional as F
 
 import ckpt_tools
-from tests.training.test_training import QUIET, command, lines, losses, run, sets
+from tests.jobs import kill_after_step
+from tests.training.runs import QUIET, command, lines, losses, run, sets
 from training import model as models
 from training.batch import IGNORED
 from training.config import ConfigError
@@ -105,6 +103,7 @@ def plain(model: Any, data: Path, packs: bool, call: Any) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packs", [False, True], ids=["padded", "packed"])
 def test_fine_tuning_has_the_losses_of_examples_one_by_one(
     packs: bool, model: Path, data: Path, tmp_path: Path
@@ -138,6 +137,7 @@ def test_fine_tuning_has_the_losses_of_examples_one_by_one(
             assert "2 examples are longer than data.seq_len = 24: cut" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packs", [False, True], ids=["padded", "packed"])
 def test_the_decoder_sees_each_example_alone(packs: bool, data: Path, tmp_path: Path) -> None:
     sizes = ("model.dim=32", "model.num_layers=2", "model.num_heads=4", "model.hidden_dim=48")
@@ -167,6 +167,7 @@ def test_the_decoder_sees_each_example_alone(packs: bool, data: Path, tmp_path: 
     assert found[0] == pytest.approx(found[1], rel=2e-5) and len(found[0]) == 2
 
 
+@pytest.mark.slow
 def test_killed_in_an_epoch_and_resumed_on_other_ranks(data: Path, tmp_path: Path) -> None:
     given = (
         *COMMON,
@@ -176,16 +177,8 @@ def test_killed_in_an_epoch_and_resumed_on_other_ranks(data: Path, tmp_path: Pat
         "checkpoint.every=5",
     )
     run(*command(2, *sets(*given, f"run.dir={tmp_path}/whole")))
-    process = subprocess.Popen(
-        command(2, *sets(*given, f"run.dir={tmp_path}/part")), env=os.environ | QUIET
-    )
-    while not (tmp_path / "part" / "step-00000005").exists():
-        assert process.poll() is None
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    for newer in (tmp_path / "part").glob("step-0000001*"):
-        shutil.rmtree(newer)
+    part = command(2, *sets(*given, f"run.dir={tmp_path}/part"))
+    kill_after_step(part, tmp_path / "part", 5, os.environ | QUIET)
     for ranks in (2, 1):
         folder = tmp_path / f"on-{ranks}"
         shutil.copytree(tmp_path / "part", folder)

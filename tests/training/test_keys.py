@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from tests.training.test_edges import ONE
-from tests.training.test_training import TINY, lines, losses, run, sets
+from tests.training.runs import ONE, TINY, lines, losses, run, sets
 from training import config as configuration
 from training import model as models
 from training import parallel
@@ -38,6 +37,7 @@ def options(data: Path, folder: Path, *more: str) -> list[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drop_last", "steps"), [("true", 10), ("false", 11)])
 def test_epochs_are_steps(drop_last: str, steps: int, data: Path, tmp_path: Path) -> None:
     """Two epochs of 11 sequences in batches of two, killed in the second one and resumed."""

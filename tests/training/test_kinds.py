@@ -5,10 +5,6 @@ transformers itself.
 from __future__ import annotations
 
 import os
-import shutil
-import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 import ckpt_tools
-from tests.jobs import PYTHON_PATH
+from tests.jobs import PYTHON_PATH, kill_after_step
 from tests.training import modules
 from tests.training.difficult import Unusual
-from tests.training.test_training import QUIET, command, losses, run, sets
+from tests.training.runs import QUIET, command, losses, run, sets
 from training import config as configuration
 from training.checks import Degrees
 from training.config import ConfigError
@@ -102,19 +98,10 @@ def plain(kind: str, rows: Path) -> tuple[list[float], torch.nn.Module]:
 def killed_after(step: int, folder: Path, *words: str) -> None:
     """Starts a job on two ranks and kills it when a step is there; later steps are removed."""
     words = (*words, "run.steps=900", "checkpoint.keep_last=900", f"run.dir={folder}")
-    process = subprocess.Popen(
-        command(2, *sets(*words)), env=os.environ | QUIET, start_new_session=True
-    )
-    while not (folder / f"step-{step:08d}").exists():
-        assert process.poll() is None
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for newer in ckpt_tools.steps(folder):
-        if newer.number > step:
-            shutil.rmtree(newer.path)
+    kill_after_step(command(2, *sets(*words)), folder, step, os.environ | QUIET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mlp", "vision"])
 def test_any_module_has_the_losses_of_a_plain_loop(kind: str, rows: Path, tmp_path: Path) -> None:
     wanted, model = plain(kind, rows)
@@ -137,6 +124,7 @@ def test_any_module_has_the_losses_of_a_plain_loop(kind: str, rows: Path, tmp_pa
     assert all(tied.get(name) in exported for name in missing), missing
 
 
+@pytest.mark.slow
 def test_the_plan_and_the_estimate_of_a_module(rows: Path) -> None:
     said = run(
         *command(1, *sets(*given("vision", rows)), "--print-plan", "--estimate", "--ranks", "2")
@@ -222,6 +210,7 @@ def test_what_would_go_wrong_on_some_rank_is_refused_before_ranks_wait(rows: Pat
         assert "does not name its layers" in refused("CountsCalls", key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["KeepsAReference", "KeepsAClosure"])
 def test_parameters_that_something_else_holds(name: str, rows: Path, tmp_path: Path) -> None:
     words = difficult(name, rows, f"run.dir={tmp_path}/a")
@@ -229,6 +218,7 @@ def test_parameters_that_something_else_holds(name: str, rows: Path, tmp_path: P
     run(*command(2, *sets(*difficult(name, rows, *DDP, f"run.dir={tmp_path}/b"))))
 
 
+@pytest.mark.slow
 def test_an_unusual_module_has_the_losses_of_a_plain_loop(rows: Path, tmp_path: Path) -> None:
     """Its one child is called `module`, it begins in eval mode, and it has a `config`."""
     torch.manual_seed(0)
@@ -256,6 +246,7 @@ def test_an_unusual_module_has_the_losses_of_a_plain_loop(rows: Path, tmp_path: 
         assert losses(folder) == pytest.approx(wanted, rel=2e-5), name
 
 
+@pytest.mark.slow
 def test_estimates_of_what_a_tracker_or_fake_tensors_do_not_take(rows: Path) -> None:
     def estimate(*options: str, status: int = 0) -> str:
         words = command(1, *sets(*options), "--estimate", "--ranks", "2")
@@ -318,6 +309,7 @@ def test_classes_of_units_are_the_layers_of_a_factory(rows: Path, tmp_path: Path
     assert "calls so far: 6" in run(*command(1, *sets(*words)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "classes", "option"),
     [
@@ -343,6 +335,7 @@ def test_options_that_only_save_memory_change_no_loss(
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_other_types_and_unused_layers(rows: Path, tmp_path: Path) -> None:
     words = difficult("Centred", rows)
     words = (*words, "checkpoint.statistics=true")
@@ -356,6 +349,7 @@ def test_other_types_and_unused_layers(rows: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "half") == pytest.approx(losses(tmp_path / "one"), rel=5e-2)
 
 
+@pytest.mark.slow
 def test_losses_that_are_no_mean_are_told_and_others_are_refused(
     rows: Path, tmp_path: Path
 ) -> None:
@@ -371,6 +365,7 @@ def test_losses_that_are_no_mean_are_told_and_others_are_refused(
     assert "no plain mean" not in whole
 
 
+@pytest.mark.slow
 def test_an_edited_factory_is_told(rows: Path, tmp_path: Path) -> None:
     (tmp_path / "edited.py").write_text(
         "from torch import nn\ndef make(): return nn.Linear(10, 5)\n"
@@ -401,6 +396,7 @@ def test_the_error_of_one_rank_alone_is_printed(rows: Path, tmp_path: Path) -> N
     assert "rank 1: model.factory: one_rank:make failed: OSError: no weights" in said
 
 
+@pytest.mark.slow
 def test_parameters_are_kept_in_bfloat16(tmp_path: Path) -> None:
     options = (*COMMON, "model.dtype=bfloat16", "data.seq_len=16", "run.export=true")
     said = run(*command(2, *sets(*options, f"run.dir={tmp_path}/two")))
@@ -448,6 +444,7 @@ def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return folder
 
 
+@pytest.mark.slow
 def test_models_with_experts(experts: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -135,6 +135,7 @@ def test_usual_mistakes_are_told(overrides: list[str], message: str) -> None:
     assert len(found) == 1 and message in found[0], found
 
 
+@pytest.mark.slow
 def test_reducing_at_each_micro_batch_keeps_less_and_sends_more(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -184,6 +185,7 @@ def test_the_plan_is_printed_with_like_layers_on_one_row(
     assert "864.8 KiB" in shown  # 442,752 parameters of two bytes
 
 
+@pytest.mark.slow
 def test_the_estimate_adds_up_by_hand() -> None:
     two = "model.num_layers=2"
     config = resolve(None, [two, "compute.checkpoint_every=1", "optim.implementation=for-loop"])
@@ -228,6 +230,7 @@ def test_what_autograd_keeps_is_counted_as_it_really_is() -> None:
     assert expected == pytest.approx(real, rel=0.05)
 
 
+@pytest.mark.slow
 def test_estimates_mark_what_fits_and_say_why_a_strategy_is_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

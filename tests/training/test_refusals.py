@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,12 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from tests.training.test_training import TINY, run, sets
-from tests.training.test_training import lines as metrics
+from tests.training.runs import TINY, run, sets
+from tests.training.runs import lines as metrics
 from training import accelerate_config
-from training.changes import check_directory, check_same, notes_on
+from training.changes import check_directory, check_same, check_train_state, config_of, notes_on
 from training.checks import check
-from training.config import ConfigError, resolve
+from training.config import ConfigError, resolve, to_toml
 from training.data import open_tokens
 from training.metrics import _forget
 from training.model import make
@@ -253,6 +254,7 @@ def test_weights_of_other_shapes_are_refused(tmp_path: Path) -> None:
         check_weights(make(config), config)
 
 
+@pytest.mark.slow
 def test_another_model_is_refused_where_the_steps_lie_elsewhere(tmp_path: Path) -> None:
     places = [f"run.dir={tmp_path}/run", f"checkpoint.dir={tmp_path}/steps"]
     given = (*TINY, *places, "run.steps=1")
@@ -367,6 +369,45 @@ def test_rows_of_another_kind_are_no_continuation() -> None:
     assert len(check_same(stored, now | {"model": {}}, allowed)) == 1
     with pytest.raises(ConfigError, match="run.epochs: the checkpoint was trained on a"):
         check_same(stored, now | {"model": {}}, allowed.having("run", epochs=2))
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"step": -5},
+        {"step": "x"},
+        {"step": float("nan")},
+        {"step": 10**30},
+        {"step": 3, "best": 5},
+        {"step": 3, "best": [1]},
+        {"step": 3, "best": [[1], "x"]},
+    ],
+    ids=str,
+)
+def test_a_train_state_that_no_training_stores_is_refused(stored: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="the checkpoint"):
+        check_train_state(stored, 3)
+
+
+def test_the_step_of_a_directory_without_a_number_is_the_stored_one() -> None:
+    check_train_state({"step": 7, "best": [3, 0.5]}, 0)
+    check_train_state({"step": 7}, 7)
+
+
+def test_a_configuration_that_starts_can_be_read_back() -> None:
+    names = ",".join(f"module_{number}" for number in range(5000))
+    config = resolve(None, ["fsdp.wrap=classes", f"fsdp.wrap_classes={names}"])
+    assert config_of({"config": to_toml(config)}) == config
+    with pytest.raises(ConfigError, match="in a line"):
+        to_toml(resolve(None, [f"run.dir={'d' * 5000}"]))
+
+
+@pytest.mark.parametrize(
+    "text", [5, "[" + "a." * 200_000 + "a]", "[" * 9], ids=lambda t: str(t)[:9]
+)
+def test_a_stored_configuration_that_is_none_is_refused(text: object) -> None:
+    with pytest.raises(ConfigError, match="the checkpoint's configuration"):
+        config_of({"config": text})
 
 
 def test_an_empty_configuration_beside_steps_stops_no_resume(tmp_path: Path) -> None:

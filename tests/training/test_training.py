@@ -6,10 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,60 +15,18 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt_tools
-from tests.command import run_job
-from tests.conftest import HERE
 from tests.dist import device
 from tests.dist.strategies import VARIANTS
-from tests.dist.test_real_jobs import assert_same, stock_load
-from tests.jobs import LONG, PYTHON_PATH, torchrun_command
+from tests.jobs import LONG, PYTHON_PATH, kill_after_step
+from tests.stock_jobs import assert_same, stock_load
+from tests.training.runs import QUIET, TINY, command, lines, losses, run, sets
 from training.prepare import prepare
-
-TINY = (
-    "model.dim=32",
-    "model.num_layers=4",
-    "model.num_heads=4",
-    "model.hidden_dim=64",
-    "data.seq_len=32",
-    "data.batch_size=8",
-    "metrics.progress=false",
-    "optim.max_grad_norm=1.0",
-    "optim.warmup_steps=3",
-)
-
-
-def command(num_ranks: int, *arguments: object, script: str = "") -> list[str]:
-    return torchrun_command(
-        num_ranks, *([HERE / "dist" / script] if script else ["-m", "training"]), *arguments
-    )
-
-
-def sets(*overrides: str) -> list[str]:
-    return [part for override in overrides for part in ("--set", override)]
-
-
-QUIET = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-
-
-def run(*words: str, status: int = 0, **environment: str) -> str:
-    result = run_job(words, env=os.environ | QUIET | environment, timeout=800)
-    assert result.returncode == status, result.stdout + result.stderr
-    return result.stdout + result.stderr
-
-
-def lines(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(directory: Path) -> list[float]:
-    found = [line for line in lines(directory) if "loss" in line]
-    assert [line["step"] for line in found] == list(range(1, len(found) + 1))
-    return [line["loss"] for line in found]
-
 
 # ---- every option --------------------------------------------------------------------------------
 
 
 # two ranks take as long as four, and show less
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 4] if LONG else [1, 4])
 def test_every_option_has_the_losses_of_a_plain_loop(num_ranks: int, tmp_path: Path) -> None:
     if device.is_shared(num_ranks):
@@ -120,27 +75,10 @@ def killed(directory: Path) -> None:
     options = sets(
         *TINY, f"run.dir={directory}", "run.steps=20", "data.accumulation=2", "checkpoint.every=10"
     )
-    process = subprocess.Popen(
-        command(2, *options),
-        env=os.environ | QUIET,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    deadline = time.monotonic() + 120
-    while not (directory / "step-00000010").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.002)
-    ranks = [
-        int(p)
-        for t in Path(f"/proc/{process.pid}/task").iterdir()
-        for p in (t / "children").read_text().split()
-    ]
-    for pid in (process.pid, *ranks):
-        os.kill(pid, signal.SIGKILL)
-    process.communicate()
-    assert not (directory / "step-00000020").exists()
+    kill_after_step(command(2, *options), directory, 10, os.environ | QUIET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 1, 4] if LONG else [2])
 def test_twenty_steps_are_ten_and_a_kill_and_ten_more(
     num_ranks: int, whole: Path, tmp_path: Path
@@ -164,6 +102,7 @@ def test_twenty_steps_are_ten_and_a_kill_and_ten_more(
         assert losses(directory) == pytest.approx(losses(whole), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_run_keeps_what_it_was_told(whole: Path, tmp_path: Path) -> None:
     text = (whole / "config.toml").read_text()
     assert "accumulation = 2" in text
@@ -206,6 +145,7 @@ def llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return path
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_is_streamed_in_trained_exported_and_loaded_again(
     llama: Path, tmp_path: Path
 ) -> None:
@@ -294,6 +234,7 @@ def test_a_configuration_alone_starts_from_new_weights(llama: Path, tmp_path: Pa
 # ---- seeing --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_metrics_validation_profile_plots_export_and_sample(tmp_path: Path) -> None:
     (tmp_path / "validation.txt").write_text("for line in file:\n    print(line)\n" * 200)
     prepare([tmp_path / "validation.txt"], tmp_path / "validation.npy", progress=False)
@@ -334,6 +275,7 @@ def test_metrics_validation_profile_plots_export_and_sample(tmp_path: Path) -> N
         assert float(table["reducescatter"][1]) == pytest.approx(2 * numel * 4 / 2**20, rel=0.01), (
             text
         )
+        assert float(table["reducescatter"][2]) > 0, "bytes and time stand in one row"
         moved = sum(e["dur"] for e in trace["traceEvents"] if e["name"] == "gloo:all_gather")
         assert float(table["allgather"][2]) == pytest.approx(moved / 1e3, rel=0.3), text
         held = dict(

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError
 from ckpt_tools.loop.steps.retention import prune_steps
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.retention_rules import Retention
 from ckpt_tools.publish.step_names import step_name
+from ckpt_tools.run.retention import Retention
+from ckpt_tools.run.roots import open_root
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 LR = b"G\x3f\xc0" + bytes(6)  # 0.125
@@ -172,6 +172,7 @@ def test_folders_with_names_like_those_of_leftovers_stay(tmp_path: Path, ckpt: R
 # ---- two at once, names and streams --------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_of_two_that_replace_one_file_the_manifest_of_the_last_one_stays(tmp_path: Path) -> None:
     for name in "ab":
         save_file({"w": torch.full((20_000,), float(ord(name)))}, tmp_path / f"{name}.safetensors")

@@ -28,12 +28,11 @@ from ckpt_tools.errors import PlanError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.registry import Request, TargetTensor, open_source
 from ckpt_tools.ranks.launch import first_host, slurm_variables
-from tests.command import run_job
 from tests.jobs import LONG, interrupt, torchrun_command
 from tests.servers import slurm
 from tests.servers.hosts import ended, network, two_by_two
+from tests.transfer.groups import ROOT, group
 
-ROOT = Path(__file__).parents[2]
 STATE = {
     "model": (
         {f"layers.{i}.w": torch.arange(7000.0 * (i + 1)).reshape(-1, 100) for i in range(5)}
@@ -44,11 +43,6 @@ STATE = {
         "lr": 0.1,
     },
 }
-
-
-def group(size: int, *words: object, timeout: float = 180) -> subprocess.CompletedProcess[str]:
-    """Runs `ckpt` as so many processes."""
-    return run_job(torchrun_command(size, "-m", "ckpt_tools", *words), timeout=timeout, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +91,7 @@ def test_a_team_writes_what_one_process_writes(size: int, source: Path, tmp_path
 
 def test_shares_are_of_equal_bytes_and_cover_everything_once() -> None:
     """Of one giant and many small tensors, whatever the number of shares."""
-    from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
+    from ckpt_tools.core.catalog import Catalog, Extent, TensorEntry, one_chunk
 
     shapes = {"giant": (4000, 1000), "empty": (0, 3), "scalar": ()} | {
         f"small.{i}": (i + 1, 7) for i in range(50)
@@ -105,7 +99,9 @@ def test_shares_are_of_equal_bytes_and_cover_everything_once() -> None:
     f32, at, tensors = BY_NAME["float32"], 0, {}
     for fqn, shape in shapes.items():
         nbytes = whole(shape).numel * 4
-        tensors[fqn] = TensorEntry(fqn, f32, shape, (Chunk(whole(shape), Extent("f", at, nbytes)),))
+        tensors[fqn] = TensorEntry(
+            fqn, f32, shape, one_chunk(whole(shape), Extent("f", at, nbytes))
+        )
         at += nbytes
     layout = safetensors.lay_out(
         Request([TargetTensor(f, f32, s, (whole(s),)) for f, s in shapes.items()])
@@ -154,6 +150,7 @@ def test_damage_in_what_no_member_reads_in_full_is_found(tmp_path: Path) -> None
     )
 
 
+@pytest.mark.slow
 def test_members_that_see_different_sources_refuse(source: Path, tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
@@ -261,6 +258,7 @@ def test_a_team_copies(source: Path, tmp_path: Path) -> None:
     assert done.returncode and "the destination exists" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", range(4) if LONG else [1])
 def test_a_member_that_is_killed_leaves_nothing_and_the_next_run_completes(
     victim: int, tmp_path: Path
@@ -293,6 +291,7 @@ def test_a_member_that_is_killed_leaves_nothing_and_the_next_run_completes(
     )
 
 
+@pytest.mark.slow
 def test_two_hosts_share_a_directory(source: Path, tmp_path: Path) -> None:
     ckpt_tools.merge(source / "three", tmp_path / "one.safetensors")
     with network() as net:
@@ -339,6 +338,7 @@ def by_slurm(size: int, *words: object, **environment: str) -> list[subprocess.P
     return jobs
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(slurm.missing()), reason=f"no Slurm here: {slurm.missing()}")
 def test_slurm_starts_them_too(
     source: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
@@ -422,6 +422,7 @@ def _is_task(pid: int, number: int, dst: Path) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_a_member_that_hangs_is_given_up(tmp_path: Path) -> None:
     torch.save({f"w{i}": torch.randn(2_000_000) for i in range(25)}, tmp_path / "src.pt")  # 200 MB
     jobs = by_slurm(

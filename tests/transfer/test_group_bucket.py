@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import ckpt_tools
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.catalog import Catalog, Extent, TensorEntry, one_chunk
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.plan import Plan, plan_transfer
 from ckpt_tools.engine.partition import cut_regions, within_regions
@@ -23,10 +23,10 @@ from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.registry import Request, TargetTensor
 from ckpt_tools.storage.s3.multipart import part_starts
 from tests.jobs import LONG, interrupt, torchrun_command
-from tests.publish.test_bucket import real
+from tests.servers.buckets import real
 from tests.servers.hosts import ended, network, reachable, two_by_two
 from tests.servers.servers import Server, storage_words
-from tests.transfer.test_group import group
+from tests.transfer.groups import group
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,7 @@ def objects(server: Server, prefix: str) -> list[str]:
     return sorted(name.rpartition("/")[2] for name in fs.find(prefix))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 5] if LONG else [3])
 def test_a_team_writes_into_a_bucket_what_one_process_writes(
     size: int, server: Server, source: Path
@@ -109,6 +110,7 @@ def test_from_one_bucket_to_another_and_over_what_is_there(server: Server, sourc
     assert done.returncode and "the destination exists" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_member_that_is_killed_leaves_nothing_that_is_seen(
     server: Server, source: Path, tmp_path: Path
 ) -> None:
@@ -137,6 +139,7 @@ def test_a_member_that_is_killed_leaves_nothing_that_is_seen(
     assert fs.cat("group-killed/out.safetensors") == (source / "one.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_two_hosts_write_into_a_bucket(server: Server, source: Path) -> None:
     real(server)
     fs = server.bucket("group-hosts")
@@ -204,7 +207,7 @@ def a_plan(shapes: list[tuple[int, int]], dtype: str) -> Plan:
     for number, shape in enumerate(shapes):
         nbytes = whole(shape).numel * kind.itemsize
         tensors[f"t{number}"] = TensorEntry(
-            f"t{number}", kind, shape, (Chunk(whole(shape), Extent("f", at, nbytes)),)
+            f"t{number}", kind, shape, one_chunk(whole(shape), Extent("f", at, nbytes))
         )
         at += nbytes
     layout = safetensors.lay_out(

@@ -15,12 +15,14 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import ckpt_tools
+from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.errors import CheckpointError, IntegrityError, PlanError
 from ckpt_tools.publish import journal
 from tests import jobs
@@ -193,6 +195,27 @@ def _journal_is(make: Callable[[Path], None]) -> Callable[[Path], None]:
     return forge
 
 
+def _copied_with_many_journals(place: Path) -> None:
+    """One of them guesses the inode of the directory."""
+    _copied(place)
+    (path,) = place.glob(journal.GLOB)
+    head = json.loads(path.read_bytes().splitlines()[0].partition(b" ")[2])
+    guess = json.dumps(head | {"inode": place.lstat().st_ino}).encode()
+    crc = f"{crc64nvme(guess):016x} ".encode()
+    path.with_name(path.name + "0").write_bytes(crc + guess + b"\n")
+
+
+def _tiles_are(tiles: list[Any]) -> Callable[[Path], None]:
+    def forge(place: Path) -> None:
+        (path,) = place.glob(journal.GLOB)
+        lines = path.read_bytes().splitlines(keepends=True)
+        head = json.loads(lines[0].partition(b" ")[2])
+        data = json.dumps(head | {"tiles": tiles}).encode()
+        path.write_bytes(b"".join([f"{crc64nvme(data):016x} ".encode(), data, b"\n", *lines[1:]]))
+
+    return forge
+
+
 def _data_is_linked(hard: bool) -> Callable[[Path], None]:
     def forge(place: Path) -> None:
         victim, data = place.parent / "victim", next(place.glob("*.safetensors"))
@@ -202,17 +225,29 @@ def _data_is_linked(hard: bool) -> Callable[[Path], None]:
     return forge
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "forge",
     [
         _copied,
+        _copied_with_many_journals,
         lambda place: place.chmod(0o755),
         _data_is_linked(hard=False),
         _data_is_linked(hard=True),
         _journal_is(os.mkfifo),
+        _journal_is(os.mkdir),
         _journal_is(lambda path: path.symlink_to("/dev/zero")),
     ],
-    ids=["copied", "mode", "link", "hard link", "fifo", "device"],
+    ids=[
+        "copied",
+        "many journals",
+        "mode",
+        "link",
+        "hard link",
+        "fifo",
+        "directory",
+        "device",
+    ],
 )
 def test_an_attempt_that_somebody_brought_is_not_resumed(
     forge: Callable[[Path], None], halted: Path, source: Path, caplog: pytest.LogCaptureFixture
@@ -227,6 +262,22 @@ def test_an_attempt_that_somebody_brought_is_not_resumed(
     assert "not resumed, since" in caplog.text or any(halted.glob(".tmp.*"))
 
 
+@pytest.mark.slow
+def test_a_journal_with_a_torn_first_line_does_not_stop_the_others(halted: Path) -> None:
+    """A power cut may leave it so."""
+    (whole,) = journals(halted)
+    whole.with_name(whole.name + "0").write_bytes(whole.read_bytes()[:20])
+    assert resumed(halted).kept_nbytes > 0
+
+
+@pytest.mark.parametrize("tiles", [[1, 1], [True, True]], ids=str)
+def test_a_journal_with_tiles_of_a_byte_is_not_believed(tiles: list[Any], halted: Path) -> None:
+    """The work would take hours."""
+    _tiles_are(tiles)(staged(halted).parent)
+    assert resumed(halted).kept_nbytes == 0
+
+
+@pytest.mark.slow
 def test_an_endless_line_of_a_journal_is_not_read(halted: Path) -> None:
     path = journals(halted)[0]
     os.truncate(path, 1 << 43)
@@ -235,6 +286,7 @@ def test_an_endless_line_of_a_journal_is_not_read(halted: Path) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("out", ["out.safetensors", "out"])
 def test_what_is_complete_is_left_as_it_is(out: str, source: Path, tmp_path: Path) -> None:
     words = ["merge", "--dtype", "bf16"] if "." in out else ["reshard", "--to", "2"]
@@ -268,6 +320,7 @@ def test_what_is_complete_is_left_as_it_is(out: str, source: Path, tmp_path: Pat
     assert "the destination exists" in ckpt(two, 15).stderr
 
 
+@pytest.mark.slow
 def test_other_files_beside_the_weights_are_another_result(source: Path, tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     words = command(
@@ -287,6 +340,7 @@ def test_other_files_beside_the_weights_are_another_result(source: Path, tmp_pat
         ckpt(words, code)
 
 
+@pytest.mark.slow
 def test_another_source_or_another_wish_is_begun_anew(halted: Path, source: Path) -> None:
     kept = next(halted.glob(".tmp.*"))
     shutil.copytree(kept, halted / "kept")
@@ -311,6 +365,7 @@ def test_another_source_or_another_wish_is_begun_anew(halted: Path, source: Path
     assert not list(halted.glob(".tmp.*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone", "longer"])
 def test_what_is_not_there_any_more_is_done_again(damage: str, halted: Path, source: Path) -> None:
     file = staged(halted)
@@ -331,6 +386,7 @@ def test_what_is_not_there_any_more_is_done_again(damage: str, halted: Path, sou
     assert (halted / "out.safetensors").read_bytes() == (source / "merged.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20 if LONG else 2))
 def test_a_damaged_journal_is_believed_in_nothing_wrong(
     seed: int, halted: Path, source: Path
@@ -355,6 +411,7 @@ def test_a_directory_in_which_others_could_have_written_is_not_gone_on_with(halt
     assert resumed(halted).kept_nbytes == 0
 
 
+@pytest.mark.slow
 def test_nobody_goes_on_from_bytes_that_were_read_wrong(halted: Path, source: Path) -> None:
     """Damage in the source, of which the interrupted run had read one half: found, and nothing of
     it is kept.
@@ -391,6 +448,7 @@ def test_less_memory_than_the_interrupted_run_is_refused(halted: Path) -> None:
     assert resumed(halted, jobs=8).kept_nbytes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill", range(50 if LONG else 1))
 def test_a_team_of_which_one_is_killed_goes_on(kill: int, source: Path, tmp_path: Path) -> None:
     """At any instant, with another number of processes; at most 1.1 times the bytes of one run are

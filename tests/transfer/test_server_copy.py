@@ -30,7 +30,7 @@ from ckpt_tools.storage import LocalStore, RemoteStore
 from ckpt_tools.storage.s3.multipart import MAX_PARTS, MIN_PART_BYTES
 from ckpt_tools.transfer.server_copy import CopyRange, cut_parts
 from tests.conftest import torchrun
-from tests.publish.test_bucket import MIB, save_locally, tensors, uploads
+from tests.servers.buckets import MIB, save_locally, tensors, uploads
 from tests.servers.servers import Server
 from tests.strategies import flip
 
@@ -83,6 +83,7 @@ def test_a_payload_has_cells_of_whole_rows_and_5_mib(sizes: tuple[int, ...], cou
     assert num_cells(whole(sizes), 4 * whole(sizes).numel) == count
 
 
+@pytest.mark.slow
 def test_within_one_store_the_store_copies(server: Server, tmp_path: Path) -> None:
     server.bucket("within")
     source = save_locally(tmp_path / "run", tensors(3, 5 * MIB + 3) | {"small": torch.arange(7.0)})
@@ -146,6 +147,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # less 5 MiB before each run that follows something that is sent; of 8 to 3 ranks only "c" is made
 # of whole pieces
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "to_ranks", "least", "most"),
     [
@@ -193,6 +195,7 @@ def test_a_reshard_by_whole_cells_is_copied_by_the_store(
     assert got.keys() == want.keys() and all(got[name] == want[name] for name in want)
 
 
+@pytest.mark.slow
 def test_without_checksums_of_pieces_a_reshard_passes_through(
     server: Server, sources: Path, tmp_path: Path
 ) -> None:
@@ -214,6 +217,7 @@ def test_without_checksums_of_pieces_a_reshard_passes_through(
     assert ckpt_tools.diff("s3://earlier/two", eight, **options).is_same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", ["merge", "reshard"])
 def test_damage_in_what_a_store_copies_is_found(server: Server, tmp_path: Path, work: str) -> None:
     """At once by a store that has the checksum of what it holds; else by the first one who reads:

@@ -20,12 +20,13 @@ from ckpt_tools.core.catalog import (
     BytesEntry,
     Catalog,
     Chunk,
-    ChunkTable,
+    ChunkList,
     Extent,
+    Payloads,
     TensorEntry,
-    files_of,
 )
 from ckpt_tools.core.checksum import LateChecksums
+from ckpt_tools.core.chunk_table import ChunkTable
 from ckpt_tools.core.dtypes import DType, by_name
 from ckpt_tools.core.memory import no_gc, trim
 from ckpt_tools.core.plan import Literal, Slot, Target, Trailer
@@ -37,16 +38,14 @@ from ckpt_tools.errors import (
     StorageError,
     printable,
 )
-from ckpt_tools.formats.base import Request
+from ckpt_tools.formats.base import MANIFEST, SHORT_ID, Request, note_of
+from ckpt_tools.formats.builder import CatalogBuilder, UnreadValues, name_of
 from ckpt_tools.formats.dcp import metadata as dcp_metadata
 from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, TensorMeta
 from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.pickle.state import UnreadTensor, plain_path
 from ckpt_tools.formats.torch_save import (
     OpenedFile,
-    UnreadValues,
-    describe_unknown,
-    name_of,
     read_leaves,
 )
 from ckpt_tools.formats.zip import read as torch_zip
@@ -59,8 +58,7 @@ LOOKS_FOR = ".metadata"
 _MANY_BYTES = 1 << 20  # a `.metadata` of this size has about 5,000 chunks
 _COLUMNS_FROM = 16  # chunks of a tensor
 _MAX_MORE_BYTES = 512  # torch adds a hash of the contents after the payload
-_DATA_FILE = re.compile(r"__([0-9]+)_[0-9]+(?:\.[0-9a-f]{8})?\.distcp$")
-_MANIFEST = re.compile(r"ckpt\.manifest\.[0-9a-f]{8}\.json")
+_DATA_FILE = re.compile(rf"__([0-9]+)_[0-9]+(?:\.{SHORT_ID})?\.distcp$")
 _MAX_RESOLVED_BYTES = 64 << 20
 _QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
 _RANK_METADATA = re.compile(r"__([0-9]+)\.metadata")
@@ -93,7 +91,7 @@ def read_catalog(store: Store) -> Catalog:
     memory_file = InMemoryFile()
     _resolve_all(entries, store, aside, memory_file)
     archives = tuple(extent for extents in aside.archives.values() for extent in extents)
-    used = {file for t in entries.values() for file in files_of(t)} | {
+    used = {file for t in entries.values() for file in t.chunks.file_names()} | {
         e.file for extents in objects.values() for e in extents
     }
     used |= {extent.file for extent in archives}
@@ -242,7 +240,7 @@ def _resolve_all(
         except IntegrityError:
             continue  # verify names the damage, and every reader refuses the item
         aside.archives[fqn] = [chunk.extent for chunk in entry.chunks]
-        entries[fqn] = replace(entry, chunks=tuple(chunks))
+        entries[fqn] = replace(entry, chunks=ChunkList(chunks))
 
 
 def _pending_item(extent: Extent, store: Store) -> tuple[OpenedFile, UnreadTensor] | None:
@@ -303,7 +301,10 @@ def _read(store: Store, names: Iterable[str], crcs: LateChecksums) -> _Read:
                 aside.add(fqn, f"a quantized tensor, {meta.dtype}", tensors[fqn])
             else:
                 entries[fqn] = TensorEntry(
-                    fqn, by_name(meta.dtype, repr(printable(fqn))), meta.shape, tuple(tensors[fqn])
+                    fqn,
+                    by_name(meta.dtype, repr(printable(fqn))),
+                    meta.shape,
+                    ChunkList(tensors[fqn]),
                 )
     return entries, objects, parsed, aside
 
@@ -333,7 +334,7 @@ def _read_many(store: Store, name: str, crcs: LateChecksums) -> _Read | None:
             aside.add(fqn, f"a quantized tensor, {meta.dtype}", chunks[fqn])
             continue
         columns = chunks[fqn]  # for few chunks, arrays are slower than objects
-        kept = columns if len(columns) >= _COLUMNS_FROM else tuple(columns)
+        kept = columns if len(columns) >= _COLUMNS_FROM else ChunkList(columns)
         entries[fqn] = TensorEntry(fqn, by_name(meta.dtype, repr(printable(fqn))), meta.shape, kept)
     del chunks
     trim()
@@ -349,27 +350,26 @@ def _with_values(catalog: Catalog, store: Store, name: str, size: int) -> Catalo
 
     Examples are counters, schedulers and arguments.
     """
-    memory_file, others = InMemoryFile(catalog.memory_files), UnreadValues()
-    objects, paths = dict(catalog.objects), dict(catalog.paths)
-    for path, value, extents in read_leaves(store, name, size, others):
+    found = CatalogBuilder(memory_file=InMemoryFile(catalog.memory_files))
+    for path, value, extents in read_leaves(store, name, size, found.others):
         fqn = name_of(path)
-        if extents or fqn in catalog.tensors or fqn in objects:
+        if extents or fqn in catalog.tensors or fqn in catalog.objects or fqn in found.objects:
             kind = "a tensor beside DCP" if extents else "its name is taken"
-            others[kind] += 1
-            others.foreign[(name, *path)] = kind
-            continue
-        objects[fqn] = memory_file.value(fqn, value)
-        paths |= {fqn: path} if catalog.paths else {}
+            found.others.skip((name, *path), kind)
+        else:
+            found.value(path, value)
+    found.sizes = {name: size}
+    beside = found.finish(NAME)
     return replace(
         catalog,
-        objects=objects,
-        paths=paths,
-        file_sizes={**catalog.file_sizes, name: size},
-        memory_files=memory_file.files,
-        extras={**catalog.extras, "written by": _BESIDE[name], **describe_unknown(others)},
-        archives=(*catalog.archives, Extent(name, 0, size, TORCH_ZIP)),
-        unread={**catalog.unread, **others.unread},
-        unknown={**catalog.unknown, **others.unknown},
+        objects={**catalog.objects, **beside.objects},
+        paths={**catalog.paths, **beside.paths} if catalog.paths else {},
+        file_sizes={**catalog.file_sizes, **beside.file_sizes},
+        memory_files=beside.memory_files,
+        extras={**catalog.extras, "written by": _BESIDE[name], **beside.extras},
+        archives=(*catalog.archives, *beside.archives),
+        unread={**catalog.unread, **beside.unread},
+        unknown={**catalog.unknown, **beside.unknown},
     )
 
 
@@ -396,7 +396,7 @@ def _sealed_head(store: Store, files: Mapping[str, int]) -> tuple[int, set[str] 
     Without a manifest, these are 0 and None. The data files may show fewer ranks, because some may
     have saved nothing. If there are several manifests, only one fits, and it is not known here.
     """
-    names = [name for name in files if _MANIFEST.fullmatch(name)]
+    names = [name for name in files if note_of(name) == (MANIFEST, "")]
     world_size, sealed = 0, set[str]()
     for name in names:
         try:
@@ -452,7 +452,7 @@ def _collect(
         )
 
 
-def locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+def locate(store: Store, tensors: Iterable[TensorEntry]) -> Payloads:
     """Finds the payloads; see `Format.locate`."""
     tensors = list(tensors)
     try:
@@ -472,7 +472,7 @@ def locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Exte
         raise
 
 
-def _locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+def _locate(store: Store, tensors: Iterable[TensorEntry]) -> Payloads:
     same: dict[tuple[int, ...], tuple[int, ...]] = {}  # a million chunks have few sizes
     with no_gc():
         packed = (
@@ -488,7 +488,7 @@ def _locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Ext
         return dict(torch_zip.locate_payloads(store, items))
 
 
-def guess(tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+def guess(tensors: Iterable[TensorEntry]) -> Payloads:
     """Assumes that an archive of about torch's length has its payload where torch puts it.
 
     See `Format.guess`.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,6 +29,8 @@ _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
 _DTYPES = [*BY_NAME, "qint8", "quint8", "qint32"]
 MAX_DIMS = 64
+_MAX_KEYS = 200  # of the path to an entry
+_MAX_INDEX = 1 << 20  # of a list, and of all lists together beside four for each entry
 
 
 class ItemLocation(NamedTuple):
@@ -154,6 +156,7 @@ def parse_metadata(data: bytes, where: str, ranges: Sequence[ColumnRange] = ()) 
     if root.__dict__.get("planner_data") is not None:
         for fqn, path in read.items(root, "planner_data"):
             result.paths[fqn] = read.path(path)
+        read.check_lists(result.paths.values())
     read.places(root, result)
     read.extras(root, result)
     return result
@@ -202,7 +205,33 @@ class _Reader:
     def path(self, value: object) -> tuple[str | int, ...]:
         if type(value) is not tuple or not all(isinstance(v, (str, int)) for v in value):
             raise self.fail("a tuple of keys", value)
+        if len(value) > _MAX_KEYS:
+            raise FormatError(
+                f"malformed DCP metadata: expected at most {_MAX_KEYS} keys to an entry, got"
+                f" {len(value)} ({self.where})"
+            )
+        for number in value:
+            # a list is made as long as its largest index
+            if type(number) is not str and not 0 <= number < _MAX_INDEX:
+                raise FormatError(
+                    f"malformed DCP metadata: expected an index of a list from 0 on, below"
+                    f" {_MAX_INDEX}, got {short_repr(number)} ({self.where})"
+                )
         return value
+
+    def check_lists(self, paths: Collection[tuple[str | int, ...]]) -> None:
+        """Refuses paths whose lists would be far longer than the number of entries."""
+        lengths: dict[tuple[str | int, ...], int] = {}
+        for path in paths:
+            for depth, key in enumerate(path):
+                if type(key) is not str:
+                    above = path[:depth]
+                    lengths[above] = max(lengths.get(above, 0), int(key) + 1)
+        if sum(lengths.values()) > _MAX_INDEX + 4 * len(paths):
+            raise FormatError(
+                f"malformed DCP metadata: expected lists of about {len(paths)} items, got"
+                f" {sum(lengths.values())} ({self.where})"
+            )
 
     def tensor(self, fqn: str, value: object) -> TensorMeta:
         fields = self.expect(value, "TensorStorageMetadata")

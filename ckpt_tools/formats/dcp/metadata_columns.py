@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tools.core.catalog import TORCH_ZIP
-from ckpt_tools.core.chunk_table import ArrayChunkTable
+from ckpt_tools.core.chunk_table import ChunkTable
 from ckpt_tools.errors import FormatError
 from ckpt_tools.formats.dcp.metadata import (
     FILESYSTEM,
@@ -50,7 +50,7 @@ _MAX_DIMS = 16
 _LEAST = 4  # objects of a stretch; shorter ones stay in the rest
 
 
-def read_bulk(data: bytes, where: str) -> tuple[Metadata, dict[str, ArrayChunkTable]] | None:
+def read_bulk(data: bytes, where: str) -> tuple[Metadata, dict[str, ChunkTable]] | None:
     """Reads a `.metadata`, with the chunks of tensors as arrays.
 
     Returns:
@@ -372,7 +372,7 @@ def _keys(shapes: Sequence[tuple[int, ...]]) -> _Keys:
     return _Keys(bases, strides, table, np.array([len(s) for s in shapes], np.int64))
 
 
-def _join(metadata: Metadata, found: _Stretches) -> dict[str, ArrayChunkTable]:
+def _join(metadata: Metadata, found: _Stretches) -> dict[str, ChunkTable]:
     """Returns the chunks of every tensor, each with its place.
 
     Raises:
@@ -404,7 +404,7 @@ def _join(metadata: Metadata, found: _Stretches) -> dict[str, ArrayChunkTable]:
     result, first = {}, 0
     for fqn, count in zip(fqns, lengths, strict=True):
         rows, dims = slice(first, first + count), len(metadata.tensors[fqn].shape)
-        result[fqn] = ArrayChunkTable(
+        result[fqn] = ChunkTable(
             offsets[rows, :dims],
             sizes[rows, :dims],
             names,

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import BytesEntry, Chunk, TensorEntry
+from ckpt_tools.core.catalog import Chunk, ChunkList
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.errors import CatalogError
+from ckpt_tools.formats.builder import CatalogBuilder, name_of
 from ckpt_tools.formats.deepspeed import universal as deepspeed_universal
 from ckpt_tools.formats.deepspeed.vectors import FlatVectors, one_range, several_ranges
-from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.pickle.state import (
     Malformed,
     Path,
@@ -25,7 +25,7 @@ from ckpt_tools.formats.pickle.state import (
     shapes_of,
     want,
 )
-from ckpt_tools.formats.torch_save import OpenedFile, UnreadValues, name_of
+from ckpt_tools.formats.torch_save import OpenedFile
 from ckpt_tools.storage import Store
 
 _OWN_KEYS = frozenset(
@@ -45,17 +45,12 @@ _TORCH_ADAMW = {
 
 
 class EntryBuilder:
-    """A builder of a catalog's entries from opened files."""
+    """Adds the entries of opened files to a catalog."""
 
     def __init__(
-        self, models: Sequence[OpenedFile], optims: Sequence[OpenedFile], others: UnreadValues
+        self, models: Sequence[OpenedFile], optims: Sequence[OpenedFile], found: CatalogBuilder
     ) -> None:
-        self.models, self.optims, self.others = models, optims, others
-        self.tensors: dict[str, TensorEntry] = {}
-        self.objects: dict[str, BytesEntry] = {}
-        self.paths: dict[str, Path] = {}
-        self.extras: dict[str, str] = {}
-        self.memory_file = InMemoryFile()
+        self.models, self.optims, self.found = models, optims, found
 
     def build(self) -> None:
         first = self.models[0].root
@@ -69,7 +64,7 @@ class EntryBuilder:
         frozen = shapes_of(first.get("frozen_param_shapes") or {})
         if not self.optims:  # only 16-bit weights
             self._module("model", lambda _: True)
-            self._frozen({n: s for n, s in frozen.items() if f"model.{n}" not in self.tensors})
+            self._frozen({n: s for n, s in frozen.items() if not self._has(n)})
         else:
             self._optimizer(groups)
             self._frozen(frozen)
@@ -80,53 +75,33 @@ class EntryBuilder:
                 lambda name: (
                     not any(name in group for group in groups)
                     and name not in self._shared()
-                    and f"model.{name}" not in self.tensors
+                    and not self._has(name)
                 ),
             )
-            self._module("bit16", lambda name: f"model.{name}" in self.tensors)
+            self._module("bit16", self._has)
         self._tie()
         self._values(first)
 
-    def build_universal(self, store: Store) -> dict[str, int]:
-        """Adds the contents of a universal checkpoint; returns the bytes of its files."""
+    def _has(self, name: str) -> bool:
+        return f"model.{name}" in self.found.tensors
+
+    def build_universal(self, store: Store) -> None:
+        """Adds the contents of a universal checkpoint."""
         first = self.models[0].root
         self.check_ranks()
         tables = [shapes_of(shapes) for shapes in want(first, "param_shapes", list)]
         names = [name for table in tables for name in table]
         if len(set(names)) < len(names):
             raise Malformed("two parameters have one name")
-        found = deepspeed_universal.read_parameters(store, tables, self.others)
-        # ds_to_universal.py gives folders to buffers and frozen parameters, too
         buffers = set(want(first, "buffer_names", list))
-        copies = {("model", name) for name in buffers.difference(names)}
-        for path, entry in found.tensors.items():
-            if path not in copies:
-                self.add(path, entry)
-        for path, value in found.values.items():
-            self.value(path, value)
+        # ds_to_universal.py gives folders to buffers and frozen parameters, too
+        copies = buffers.difference(names)
+        deepspeed_universal.read_parameters(store, tables, copies, self.found)
         frozen = shapes_of(first.get("frozen_param_shapes") or {})
-        self._frozen({n: s for n, s in frozen.items() if f"model.{n}" not in self.tensors})
+        self._frozen({n: s for n, s in frozen.items() if not self._has(n)})
         self._module("model", buffers.__contains__)
         self._tie()
         self._values(first)
-        return found.sizes
-
-    def add(self, path: Path, entry: TensorEntry) -> None:
-        """Adds a tensor under its path.
-
-        Raises:
-            Malformed: the name is taken.
-        """
-        name = name_of(path)
-        if name in self.tensors:
-            raise Malformed(f"two tensors have one name: {name}")
-        self.tensors[name] = TensorEntry(name, entry.dtype, entry.shape, entry.chunks)
-        self.paths[name] = path
-
-    def value(self, path: Path, value: object) -> None:
-        """Adds a plain value under its path."""
-        self.objects[name_of(path)] = self.memory_file.value(name_of(path), value)
-        self.paths[name_of(path)] = path
 
     def check_ranks(self) -> None:
         """Refuses files of different saves.
@@ -156,10 +131,9 @@ class EntryBuilder:
         opened = self.models[0]
         for name, view in want(opened.root, "module", dict).items():
             if isinstance(view, UnreadTensor) and wanted(name):
-                self.others.tensors[key, name] = view.kind
+                self.found.others.tensors[key, name] = view.kind
             if isinstance(view, TensorView) and wanted(name):
-                chunk = Chunk(whole(view.sizes), opened.extent(view, name))
-                self.add((key, name), TensorEntry(name, view.dtype, view.sizes, (chunk,)))
+                self.found.whole((key, name), view, opened.extent(view, name), opened.name)
 
     def _frozen(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Adds frozen parameters: whole in the first file, or one fragment per rank."""
@@ -182,7 +156,7 @@ class EntryBuilder:
                     rank, 0, shape, min(rank * share, numel), min((rank + 1) * share, numel), name
                 )
             if dtype is not None:
-                self.add(("model", name), TensorEntry(name, dtype, shape, tuple(chunks)))
+                self.found.tensor(("model", name), dtype, shape, ChunkList(chunks))
 
     def _tie(self) -> None:
         """Adds tied parameters, with the chunks of the parameters that they share."""
@@ -190,13 +164,14 @@ class EntryBuilder:
         for name in shared:
             other, chain = name, dict[str, None]()
             # a tied parameter may be tied in turn
-            while f"model.{other}" not in self.tensors and other in shared and other not in chain:
+            while not self._has(other) and other in shared and other not in chain:
                 chain[other] = None
                 other = shared[other]
-            if f"model.{other}" not in self.tensors:
+            if not self._has(other):
                 raise Malformed(f"{name} is tied to {other}, which is not there")
+            stored = self.found.tensors[f"model.{other}"]
             for tied in chain:
-                self.add(("model", tied), self.tensors[f"model.{other}"])
+                self.found.tensor(("model", tied), stored.dtype, stored.shape, stored.chunks)
 
     # ---- weights and moments ---------------------------------------------------------------------
 
@@ -220,7 +195,7 @@ class EntryBuilder:
                 f"files of ranks are missing: expected {len(self.optims)} *_model_states.pt, got"
                 f" {len(self.models)}"
             )
-        self.extras["deepspeed"] = (
+        self.found.extras["deepspeed"] = (
             f"{self.models[0].root.get('ds_version') or 'of unknown version'}, ZeRO stage"
             f" {self.stage}"
         )
@@ -328,7 +303,7 @@ class EntryBuilder:
         self, name: str, key: str, dtype: DType, shape: tuple[int, ...], chunks: Sequence[Chunk]
     ) -> None:
         path: Path = ("optimizer", "state", name, key) if key else ("model", name)
-        self.add(path, TensorEntry(name, dtype, shape, tuple(chunks)))
+        self.found.tensor(path, dtype, shape, ChunkList(chunks))
 
     def _options(
         self, number: int, bases: Sequence[Mapping[str, Any]], names: list[str], state_key: Any
@@ -351,8 +326,8 @@ class EntryBuilder:
             # an option of DeepSpeed's own kernels; torch always corrects the bias
             options.pop("bias_correction", None)
         for key, value in options.items():
-            self.value(("optimizer", "param_groups", number, key), value)
-        self.value(("optimizer", "param_groups", number, "params"), names)
+            self.found.value(("optimizer", "param_groups", number, key), value)
+        self.found.value(("optimizer", "param_groups", number, "params"), names)
         for name in names:
             path: Path = ("optimizer", "state", name, "step")
             if isinstance(step, TensorView):
@@ -361,9 +336,9 @@ class EntryBuilder:
                     Chunk(whole(step.sizes), opened.extent(view, name))
                     for view, opened in zip(steps, self.optims, strict=True)
                 ]
-                self.add(path, TensorEntry(name, step.dtype, step.sizes, tuple(chunks)))
+                self.found.tensor(path, step.dtype, step.sizes, ChunkList(chunks))
             elif type(step) in (int, float):
-                self.add(path, self.memory_file.scalar(name, float(step)))
+                self.found.scalar(path, float(step))
 
     def _of_all_ranks(
         self, bases: Sequence[Mapping[str, Any]], number: int, state_key: Any
@@ -392,25 +367,17 @@ class EntryBuilder:
             self.models[0].name,
             most_nodes(self.models[0].pickle_nbytes),
         ):
-            if name_of(path) in self.tensors:
-                self.others["value of a name that is taken"] += 1
-                self.others.foreign["client state", *path] = "its name is taken"
+            if name_of(path) in self.found.paths:
+                self.found.others.skip(("client state", *path), "its name is taken")
             elif isinstance(value, TensorView):
-                self.add(
-                    path,
-                    TensorEntry(
-                        "",
-                        value.dtype,
-                        value.sizes,
-                        (Chunk(whole(value.sizes), self.models[0].extent(value, name_of(path))),),
-                    ),
-                )
+                extent = self.models[0].extent(value, name_of(path))
+                self.found.whole(path, value, extent, self.models[0].name)
             elif isinstance(value, UnreadTensor):
-                self.others.tensors[path] = value.kind
+                self.found.others.tensors[path] = value.kind
             elif (is_scalar(value) and value is not None) or type(value) in (list, tuple):
-                self.value(path, value)
+                self.found.value(path, value)
             elif value:  # None and an empty dict carry no information
-                self.others[type(value).__name__] += 1
+                self.found.others[type(value).__name__] += 1
 
 
 def _stage_of(state: Mapping[str, Any]) -> Any:

@@ -9,57 +9,50 @@ Source: DeepSpeed 0.19 `checkpoint/ds_to_universal.py`; confirmed on folders tha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
 
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import Chunk, TensorEntry
+from ckpt_tools.core.catalog import Extent, one_chunk
+from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.plan import Literal, Slot, Target, Trailer
 from ckpt_tools.errors import CatalogError, FormatError, PlanError, printable
 from ckpt_tools.formats.base import Request, TargetTensor
+from ckpt_tools.formats.builder import CatalogBuilder, UnreadValues
 from ckpt_tools.formats.pickle.state import Path, TensorView, is_value
 from ckpt_tools.formats.pickle.write import TensorRecord
-from ckpt_tools.formats.torch_save import (
-    OpenedFile,
-    UnreadValues,
-    read_leaves,
-)
+from ckpt_tools.formats.torch_save import OpenedFile, read_leaves
 from ckpt_tools.formats.zip.write import TorchArchive
 from ckpt_tools.storage import Store
 
 _WEIGHT = "fp32"
 
 
-class Parameters(NamedTuple):
-    """The contents of `zero/`: tensors and values by path, and the bytes of each file."""
-
-    tensors: dict[Path, TensorEntry]
-    values: dict[Path, object]
-    sizes: dict[str, int]
-
-
 def read_parameters(
-    store: Store, tables: Sequence[Mapping[str, tuple[int, ...]]], others: UnreadValues
-) -> Parameters:
-    """Reads `zero/` of a directory.
+    store: Store,
+    tables: Sequence[Mapping[str, tuple[int, ...]]],
+    without: Container[str],
+    found: CatalogBuilder,
+) -> None:
+    """Adds the contents of `zero/` of a directory to a catalog.
 
     Args:
         store: the directory.
         tables: the shapes of the parameters of each group.
-        others: gets the values that are not read.
+        without: names whose weights are not added.
+        found: the catalog.
 
     Raises:
         CatalogError: a parameter, its weight, or a moment that others have, is missing.
         FormatError: a file is malformed.
     """
     shapes = {name: shape for table in tables for name, shape in table.items()}
-    found = Parameters({}, {}, {})
     keys: dict[str, set[str]] = {}
     zero = store.enter("zero")
     try:
         for name in zero.folders():
             inner = zero.enter(name)
-            keys[name] = _read_parameter(inner, name, shapes, others, found)
+            keys[name] = _read_parameter(inner, name, shapes, without, found)
             inner.close()
         expected = {_WEIGHT}.union(*(keys.get(name, ()) for name in shapes))
         for name in shapes:
@@ -69,18 +62,17 @@ def read_parameters(
                     f" ({printable(store.url)}/zero)",
                     hint="copy the whole directory",
                 )
-        _read_options(zero, tables, found, others)
+        _read_options(zero, tables, found)
     finally:
         zero.close()
-    return found
 
 
 def _read_parameter(
     store: Store,
     name: str,
     shapes: Mapping[str, tuple[int, ...]],
-    others: UnreadValues,
-    found: Parameters,
+    without: Container[str],
+    found: CatalogBuilder,
 ) -> set[str]:
     """Adds the contents of a parameter's folder, and returns its keys: `fp32`, `exp_avg`, …"""
     files = store.list_files()
@@ -88,7 +80,7 @@ def _read_parameter(
     for key in sorted(keys):
         file, where = f"{key}.pt", f"{printable(name)!r}, {printable(key)}.pt"
         path: Path = ("model", name) if key == _WEIGHT else ("optimizer", "state", name, key)
-        mine, tensors = UnreadValues(), 0
+        mine, tensors = UnreadValues(), list[tuple[DType, tuple[int, ...], Extent]]()
         for inner, value, extents in read_leaves(store, file, files[file], mine):
             if inner not in ((), ("param",)) or not isinstance(value, TensorView):
                 continue  # such as cat_dim, which says how DeepSpeed cuts the tensor
@@ -98,14 +90,15 @@ def _read_parameter(
                     f"a parameter has another number of elements than its shape: ({where})"
                 )
             extent = extents[0]._replace(file=f"zero/{name}/{extents[0].file}")
-            found.tensors[path] = TensorEntry(
-                "", value.dtype, shape, (Chunk(whole(shape), extent),)
-            )
-            tensors += 1
-        if tensors != 1 and not mine.tensors:
-            raise FormatError(f"expected one tensor, got {tensors} ({where})")
-        others.update(mine)
-        others.tensors |= dict.fromkeys([path] if mine.tensors else (), *mine.tensors.values())
+            tensors.append((value.dtype, shape, extent))
+        if len(tensors) != 1 and not mine.tensors:
+            raise FormatError(f"expected one tensor, got {len(tensors)} ({where})")
+        for dtype, shape, extent in tensors[-1:] if key != _WEIGHT or name not in without else ():
+            found.tensor(path, dtype, shape, one_chunk(whole(shape), extent), where)
+        found.others.update(mine)
+        found.others.tensors |= dict.fromkeys(
+            [path] if mine.tensors else (), *mine.tensors.values()
+        )
         found.sizes[f"zero/{name}/{file}"] = files[file]
     return keys
 
@@ -113,8 +106,7 @@ def _read_parameter(
 def _read_options(
     store: Store,
     tables: Sequence[Mapping[str, object]],
-    found: Parameters,
-    others: UnreadValues,
+    found: CatalogBuilder,
 ) -> None:
     """Adds the options of the optimizer's groups, if they were stored.
 
@@ -123,7 +115,7 @@ def _read_options(
     files = store.list_files()
     if "optimizer_state.pt" not in files:
         return
-    root = OpenedFile(store, "optimizer_state.pt", files["optimizer_state.pt"], others).root
+    root = OpenedFile(store, "optimizer_state.pt", files["optimizer_state.pt"], found.others).root
     groups = root.get("param_groups") if isinstance(root, dict) else None
     if (
         not isinstance(groups, list)
@@ -131,13 +123,12 @@ def _read_options(
         or not all(isinstance(group, dict) for group in groups)
     ):
         kind = "options of groups that do not fit the parameters"
-        others[kind] += 1
-        others.foreign["optimizer", "param_groups"] = kind
+        found.others.skip(("optimizer", "param_groups"), kind)
         return
     for number, (group, table) in enumerate(zip(groups, tables, strict=True)):
         for key, value in {**group, "params": list(table)}.items():
             if is_value(value):
-                found.values["optimizer", "param_groups", number, str(key)] = value
+                found.value(("optimizer", "param_groups", number, str(key)), value)
 
 
 # ---- writing -------------------------------------------------------------------------------------

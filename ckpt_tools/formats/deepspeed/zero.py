@@ -15,15 +15,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 
-from ckpt_tools.core.catalog import TORCH_ZIP, Catalog, Extent
+from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.errors import CatalogError, FormatError, printable
 from ckpt_tools.formats.base import below, guess_bare, locate_bare
+from ckpt_tools.formats.builder import CatalogBuilder, UnreadValues
 from ckpt_tools.formats.deepspeed import universal as deepspeed_universal
 from ckpt_tools.formats.deepspeed.entries import EntryBuilder
 from ckpt_tools.formats.pickle.state import Malformed
-from ckpt_tools.formats.torch_save import OpenedFile, UnreadValues, describe_unknown
+from ckpt_tools.formats.torch_save import OpenedFile
 from ckpt_tools.storage import Store, read
 
 NAME = "deepspeed"
@@ -75,51 +75,32 @@ def _read_folder(store: Store) -> Catalog:
     optims = _by_rank(files, _OPTIM_STATES)
     names = [*models.values(), *optims.values()]
     opened = _open_all(store, files, models, names, others)
-    builder = EntryBuilder(
-        [opened[n] for n in models.values()], [opened[n] for n in optims.values()], others
+    found = CatalogBuilder(others)
+    entries = EntryBuilder(
+        [opened[n] for n in models.values()], [opened[n] for n in optims.values()], found
     )
     with _as_written(store):
-        builder.build()
-    sizes = {name: files[name] for name in names}
+        entries.build()
+    found.sizes = {name: files[name] for name in names}
     ranks = {name: rank for table in (models, optims) for rank, name in table.items()}
-    return replace(
-        _catalog(builder, sizes, others),
-        world_size=max(len(models), len(optims)),
-        ranks=ranks,
-        extras={**describe_unknown(others), **builder.extras},
-    )
-
-
-def _catalog(builder: EntryBuilder, sizes: Mapping[str, int], others: UnreadValues) -> Catalog:
-    return Catalog(
-        NAME,
-        builder.tensors,
-        builder.objects,
-        builder.paths,
-        sizes,
-        archives=tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()),
-        memory_files=builder.memory_file.files,
-        unread=others.unread,
-        unknown=others.unknown,
-    )
+    return found.finish(NAME, max(len(models), len(optims)), ranks)
 
 
 def _read_universal(store: Store, files: Mapping[str, int]) -> Catalog:
     """Reads a directory with one folder per parameter, and the model's states."""
-    others = UnreadValues()
+    found = CatalogBuilder()
     # the states of rank 0 may be there under the names of stages 1, 2 and 3
     every = sorted(name for name in files if MODEL_STATES.fullmatch(name))
     has_first = any(not name.startswith("zero_pp") for name in every)
     second = [name for name in every if has_first and name.startswith("zero_pp_rank_0_")]
     models = _by_rank({name: 0 for name in every if name not in second}, MODEL_STATES)
-    opened = _open_all(store, files, models, [*models.values(), *second], others)
+    opened = _open_all(store, files, models, [*models.values(), *second], found.others)
     with _as_written(store):
-        EntryBuilder(list(opened.values()), [], UnreadValues()).check_ranks()
-        builder = EntryBuilder([opened[name] for name in models.values()], [], others)
-        sizes = builder.build_universal(store)
-    sizes |= {name: files[name] for name in opened}
-    extras = {"deepspeed": "universal", **describe_unknown(others)}
-    return replace(_catalog(builder, sizes, others), extras=extras)
+        EntryBuilder(list(opened.values()), [], CatalogBuilder()).check_ranks()
+        EntryBuilder([opened[name] for name in models.values()], [], found).build_universal(store)
+    found.sizes |= {name: files[name] for name in opened}
+    found.extras["deepspeed"] = "universal"
+    return found.finish(NAME)
 
 
 def _open_all(

@@ -19,7 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tools.core.box import Box, whole
-from ckpt_tools.core.catalog import TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.catalog import (
+    Catalog,
+    Chunk,
+    ChunkList,
+    Extent,
+)
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.placements import (
     Placement,
@@ -31,7 +36,7 @@ from ckpt_tools.core.placements import (
 from ckpt_tools.core.plan import Target
 from ckpt_tools.errors import CatalogError, FormatError, printable
 from ckpt_tools.formats.base import Request, guess_bare, locate_bare
-from ckpt_tools.formats.in_memory import InMemoryFile
+from ckpt_tools.formats.builder import CatalogBuilder, UnreadValues, name_of
 from ckpt_tools.formats.per_rank import xla as xla_shards
 from ckpt_tools.formats.per_rank.flat_param import (
     RankValue,
@@ -42,7 +47,7 @@ from ckpt_tools.formats.per_rank.flat_param import (
 )
 from ckpt_tools.formats.pickle.plain_values import OpaqueObject
 from ckpt_tools.formats.pickle.state import DTensorShard, Path, ShardedTensorShard, TensorView
-from ckpt_tools.formats.torch_save import UnreadValues, describe_unknown, name_of, read_leaves
+from ckpt_tools.formats.torch_save import read_leaves
 from ckpt_tools.storage import Store
 
 NAME = "per_rank"
@@ -120,10 +125,13 @@ class _Ranks:
         self.chunks.setdefault(fqn, []).extend(found)
         self.paths[fqn] = path
 
-    def objects(self, memory_file: InMemoryFile) -> dict[str, BytesEntry]:
-        """Returns the values: one entry if all ranks have the same value, else one per rank."""
-        result: dict[str, BytesEntry] = {}
-        for fqn, by_rank in self.values.items():
+    def build(self, found: CatalogBuilder) -> None:
+        """Adds all entries to a catalog: a value that differs is one entry per rank."""
+        for fqn, path in self.paths.items():
+            if fqn in self.chunks:
+                found.tensor(path, *self.kinds[fqn], ChunkList(self.chunks[fqn]))
+            if (by_rank := self.values.get(fqn)) is None:
+                continue
             if fqn in self.kinds:
                 raise FormatError(
                     f"a tensor on some ranks and a value on others: {printable(fqn)!r}"
@@ -131,18 +139,10 @@ class _Ranks:
             first = next(iter(by_rank.values()))
             # as text, because 1 == 1.0 == True, 0.0 == -0.0, and NaN is not equal to itself
             if all(type(v) is type(first) and repr(v) == repr(first) for v in by_rank.values()):
-                result[fqn] = memory_file.value(fqn, first)
+                found.value(path, first)
                 continue
-            path = self.paths.pop(fqn)
             for rank, value in by_rank.items():
-                name = f"{fqn}.rank_{rank}"
-                if name in self.values or name in self.kinds:
-                    raise FormatError(f"two entries have one name: {printable(name)!r}")
-                result[name], self.paths[name] = (
-                    memory_file.value(name, value),
-                    (*path, f"rank_{rank}"),
-                )
-        return result
+                found.value((*path, f"rank_{rank}"), value)
 
 
 def _read_ranks(
@@ -181,41 +181,26 @@ def read_catalog(store: Store) -> Catalog:
     """Reads `data.pkl` of every rank's files; see `Format.read_catalog`."""
     files = store.list_files()
     _refuse_bare_shards(files)
-    found, others = _Ranks(), UnreadValues()
-    raw, ranks = _read_ranks(store, files, others)
+    held_by, found = _Ranks(), CatalogBuilder()
+    raw, ranks = _read_ranks(store, files, found.others)
     num_ranks = max(ranks.values()) + 1
     is_flat = has_flats(raw)
-    named = unfold_flat_params(raw, read_shapes(store, files), num_ranks, others) if is_flat else {}
+    named = (
+        unfold_flat_params(raw, read_shapes(store, files), num_ranks, found.others)
+        if is_flat
+        else {}
+    )
     if xla_shards.has_shards(raw):
-        named |= xla_shards.unfold_xla_shards(raw, num_ranks, others)
+        named |= xla_shards.unfold_xla_shards(raw, num_ranks, found.others)
     for path, by_rank in raw.items():
         for rank, held in by_rank.items():
-            found.add(path, rank, held.value, held.extents)
-    memory_file = InMemoryFile()
-    objects = found.objects(memory_file)
-    entries = {
-        fqn: TensorEntry(fqn, *found.kinds[fqn], tuple(chunks))
-        for fqn, chunks in found.chunks.items()
-    }
+            held_by.add(path, rank, held.value, held.extents)
+    held_by.build(found)
     for path, entry in named.items():
-        entries[name_of(path)] = replace(entry, fqn=name_of(path))
-        found.paths[name_of(path)] = path
-    sizes = {name: files[name] for name in ranks}
-    return Catalog(
-        NAME,
-        entries,
-        objects,
-        found.paths,
-        sizes,
-        num_ranks,
-        ranks,
-        {**_told_mesh(found.meshes), **describe_unknown(others)},
-        tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()),
-        memory_file.files,
-        unread=others.unread,
-        unknown=others.unknown,
-        lacks_shapes=is_flat,
-    )
+        found.tensor(path, entry.dtype, entry.shape, entry.chunks)
+    found.sizes = {name: files[name] for name in ranks}
+    found.extras = _told_mesh(held_by.meshes)
+    return replace(found.finish(NAME, num_ranks, ranks), lacks_shapes=is_flat)
 
 
 def lay_out(request: Request) -> Target:

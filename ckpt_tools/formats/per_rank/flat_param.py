@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.core.box import Box, flat_range_boxes
-from ckpt_tools.core.catalog import Chunk, Extent, TensorEntry
+from ckpt_tools.core.catalog import Chunk, ChunkList, Extent, TensorEntry
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats.base import SHAPES
+from ckpt_tools.formats.builder import UnreadValues
 from ckpt_tools.formats.pickle.state import Path, ShardedTensorShard, TensorView, is_number
-from ckpt_tools.formats.torch_save import UnreadValues
 from ckpt_tools.storage import Store, read
 from ckpt_tools.storage.small_files import parse_json
 
@@ -120,7 +120,7 @@ def unflatten(
                     nbytes = part.numel * entry.dtype.itemsize
                     chunks.append(Chunk(part, extent._replace(start=at, nbytes=nbytes, crc32=None)))
                     at += nbytes
-        yield TensorEntry(fqn, entry.dtype, shape, tuple(chunks))
+        yield TensorEntry(fqn, entry.dtype, shape, ChunkList(chunks))
 
 
 # ---- the state of a job --------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def _vector(name: str, held: Mapping[int, RankValue]) -> TensorEntry:
     if len(kinds) != 1:
         raise FormatError(f"ranks disagree about a flat parameter: {printable(name)!r}")
     ((dtype, shape),) = kinds
-    return TensorEntry(name, dtype, shape, tuple(chunks))
+    return TensorEntry(name, dtype, shape, ChunkList(chunks))
 
 
 def optimizers(raw: Raw, container: Path) -> list[Path]:
@@ -333,11 +333,11 @@ def unfold_optimizer(
         for fqn, shape in owner.items():
             name: Path = (*root, "state", fqn, key)
             if first.sizes:
-                vector = TensorEntry(fqn, first.dtype, (at,), tuple(chunks))
+                vector = TensorEntry(fqn, first.dtype, (at,), ChunkList(chunks))
                 (result[name],) = unflatten(vector, {fqn: shape}, {fqn: starts[fqn]})
             else:
                 # replicas: whoever reads them compares them
-                scalars = tuple(Chunk(Box((), ()), chunk.extent) for chunk in chunks)
+                scalars = ChunkList(Chunk(Box((), ()), chunk.extent) for chunk in chunks)
                 result[name] = TensorEntry(fqn, first.dtype, (), scalars)
     names = [list(owner) for owner, _ in owners]
     for path in lists:

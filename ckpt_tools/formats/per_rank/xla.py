@@ -16,8 +16,9 @@ from itertools import accumulate
 from typing import Any
 
 from ckpt_tools.core.box import Box, row_major_strides
-from ckpt_tools.core.catalog import Chunk, TensorEntry
+from ckpt_tools.core.catalog import Chunk, ChunkList, TensorEntry
 from ckpt_tools.errors import FormatError, printable
+from ckpt_tools.formats.builder import UnreadValues
 from ckpt_tools.formats.per_rank.flat_param import (
     RankValue,
     Raw,
@@ -26,7 +27,6 @@ from ckpt_tools.formats.per_rank.flat_param import (
     unfold_optimizer,
 )
 from ckpt_tools.formats.pickle.state import Path, TensorView
-from ckpt_tools.formats.torch_save import UnreadValues
 
 _METADATA, _MARK = "shard_metadata", "_fsdp_shard"
 _WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
@@ -163,7 +163,7 @@ def _vector(name: str, held: Mapping[int, RankValue], cut: Cut) -> TensorEntry:
             f"shards are too short: {numel} elements on each of {len(views)} ranks"
             f" ({printable(name)!r})"
         )
-    chunks = tuple(
+    chunks = ChunkList(
         Chunk(Box((rank * numel,), (numel,)), held[rank].extents[0]) for rank in sorted(held)
     )
     return TensorEntry(name, first.dtype, (numel * len(views),), chunks)

@@ -22,22 +22,21 @@ from ckpt_tools.core.catalog import RAW, Extent
 from ckpt_tools.core.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats.pickle.load import load_pickle, short_repr
+from ckpt_tools.formats.zip.directory import (
+    CRC_AT,
+    END,
+    LOCAL,
+    entries,
+    find_directory,
+    slice_archive,
+)
 from ckpt_tools.storage import Store
 from ckpt_tools.storage.ranges import Range, Window, coalesce
 
-LOCAL, CENTRAL, END = (
-    struct.Struct("<4s5H3I2H"),
-    struct.Struct("<4s6H3I5H2I"),
-    struct.Struct("<4s4H2IH"),
-)
-END64 = struct.Struct("<4sQ2H2I4Q")
 _HEAD_BYTES = _TAIL_BYTES = 1536
 _GAP_BYTES, _WINDOW_BYTES = 4096, 4 << 20
 _AHEAD_WINDOWS = 1024
 _LEAST_RUN = 8  # shorter ones are parsed one by one
-_MAX_CUT = 64 << 20  # enough for a directory of a million records
-HUGE = 0xFFFFFFFF
-_CRC_AT = 16
 
 
 class ArchiveItem(NamedTuple):
@@ -314,19 +313,6 @@ def _parse_front(
     return data_start(front, data_record), tensor
 
 
-def slice_archive(store: Store, extent: Extent, head: bytes, start: int, stop: int) -> bytes:
-    """Returns bytes of an archive, from its head if they lie there."""
-    if stop <= len(head):
-        return head[start:stop]
-    if not 0 <= start <= stop <= extent.nbytes or stop - start > _MAX_CUT:
-        raise FormatError(
-            f"a record lies outside its archive: {start}:{stop} of {extent.nbytes} bytes"
-        )
-    buffer = bytearray(stop - start)
-    store.read_into(extent.file, extent.start + start, memoryview(buffer))
-    return bytes(buffer)
-
-
 def data_start(front: bytes, record: ZipRecord) -> int:
     """Returns the start of a record's data within the archive, from its local header."""
     if record.header + LOCAL.size > len(front):
@@ -361,33 +347,6 @@ def read_directory(store: Store, extent: Extent, tail: bytes) -> tuple[dict[str,
     return records if records is not None else _parse_directory(data, count), data
 
 
-def find_directory(store: Store, extent: Extent, tail: bytes) -> tuple[int, bytes]:
-    """Returns the number of records in a zip's directory, and the raw directory."""
-    end = END.unpack(tail[-END.size :]) if len(tail) >= END.size else None
-    if end is None or end[0] != b"PK\x05\x06":
-        raise FormatError(
-            "no zip directory at its end", hint="the file is truncated or was overwritten"
-        )
-    count, nbytes, start = end[4], end[5], end[6]
-    if count == 0xFFFF or nbytes == HUGE or start == HUGE:
-        at = len(tail) - END.size - 20 - END64.size
-        end64 = END64.unpack_from(tail, at) if at >= 0 else (b"",)
-        if end64[0] != b"PK\x06\x06":
-            raise FormatError("a zip64 directory is missing")
-        count, nbytes, start = end64[7], end64[8], end64[9]
-    if start + nbytes > extent.nbytes or nbytes > _MAX_CUT:
-        raise FormatError(
-            f"a zip directory lies outside its archive: {start}:{start + nbytes} of {extent.nbytes}"
-            " bytes"
-        )
-    at = start - (extent.nbytes - len(tail))
-    return count, (
-        tail[at : at + nbytes]
-        if at >= 0
-        else slice_archive(store, extent, b"", start, start + nbytes)
-    )
-
-
 # Directories that differ only in their CRCs are parsed once. By length and count, the cache has the
 # ranges between the CRCs, and the records by the bytes in these ranges. It is bounded, so that a
 # file with a million different directories costs time and not memory.
@@ -400,27 +359,16 @@ _MAX_DIRECTORIES = 4096
 
 def _parse_directory(data: bytes, count: int) -> dict[str, ZipRecord]:
     records: dict[str, ZipRecord] = {}
-    at, cuts = 0, [0]
-    for _ in range(count):
-        if at + CENTRAL.size > len(data):
-            raise FormatError("a zip directory is truncated")
-        entry = CENTRAL.unpack_from(data, at)
-        method, packed, nbytes, name_bytes, extra_bytes, comment_bytes, header = (
-            *entry[4:5],
-            *entry[8:13],
-            entry[16],
-        )
-        name_at = at + CENTRAL.size
-        name = data[name_at : name_at + name_bytes].decode("utf-8", "replace").partition("/")[2]
-        extra = data[name_at + name_bytes : name_at + name_bytes + extra_bytes]
-        nbytes, packed, header = widen(extra, nbytes, packed, header)
-        if entry[0] != b"PK\x01\x02" or method != 0 or packed != nbytes or name in records:
+    cuts = [0]
+    for entry in entries(data, count, is_exact=False):
+        name = entry.name.decode("utf-8", "replace").partition("/")[2]
+        if entry.method or name in records:
             raise FormatError(
-                f"a zip record is not stored as torch does it: {printable(name)!r}, method {method}"
+                f"a zip record is not stored as torch does it: {printable(name)!r}, method"
+                f" {entry.method}"
             )
-        records[name] = ZipRecord(header, nbytes, at + _CRC_AT)
-        cuts += [at + _CRC_AT, at + _CRC_AT + 4]
-        at = name_at + name_bytes + extra_bytes + comment_bytes
+        records[name] = ZipRecord(entry.header, entry.nbytes, entry.at + CRC_AT)
+        cuts += [entry.at + CRC_AT, entry.at + CRC_AT + 4]
     order = records.get("byteorder")
     if order is not None and order.nbytes != len(b"little"):
         raise FormatError(
@@ -436,19 +384,6 @@ def _parse_directory(data: bytes, count: int) -> dict[str, ZipRecord]:
     _directories[len(data), count] = (pairs, known)
     known[b"".join([data[a:b] for a, b in pairs])] = records
     return records
-
-
-def widen(extra: bytes, *values: int) -> list[int]:
-    """Returns sizes and positions, with values beyond 32 bits taken from the zip64 field."""
-    wide: list[int] = []
-    at = 0
-    while at + 4 <= len(extra):
-        tag, nbytes = struct.unpack_from("<2H", extra, at)
-        if tag == 1:
-            body = extra[at + 4 : at + 4 + nbytes]
-            wide = [v for (v,) in struct.iter_unpack("<Q", body[: len(body) // 8 * 8])]
-        at += 4 + nbytes
-    return [wide.pop(0) if v == HUGE and wide else v for v in values]
 
 
 class _Tensor(NamedTuple):

@@ -16,23 +16,23 @@ from typing import NamedTuple
 from ckpt_tools.core.catalog import RAW, ZIP, Extent
 from ckpt_tools.core.checksum import crc32
 from ckpt_tools.errors import FormatError, printable
-from ckpt_tools.formats.zip.read import (
-    CENTRAL,
+from ckpt_tools.formats.zip.directory import (
+    CRC_AT,
     END,
     END64,
     HUGE,
     LOCAL,
+    DirectoryEntry,
+    entries,
     find_directory,
-    heads_and_tails,
     slice_archive,
-    widen,
 )
+from ckpt_tools.formats.zip.read import heads_and_tails
 from ckpt_tools.storage import Store
 
 _LOCATOR = struct.Struct("<4sIQI")
 _STREAMED = 8  # the flag of a record whose CRC-32 and sizes follow its data
 _PADDING, _WIDE = b"FB", b"\x01\x00"
-_CRC_AT = 16
 
 
 class ArchiveCheck(NamedTuple):
@@ -102,29 +102,6 @@ class _Archive(NamedTuple):
         if at >= 0 and stop <= self.extent.nbytes:
             return self.tail[at : at + stop - start]
         return slice_archive(self.store, self.extent, self.head, start, stop)
-
-
-class DirectoryEntry(NamedTuple):
-    """A record from the directory of a zip.
-
-    `at` is the position of the entry in the directory. `nbytes` is the size of the uncompressed
-    data.
-    """
-
-    at: int
-    name: bytes
-    flags: int
-    # version needed, flags, method, time, date: the local header repeats them
-    common: tuple[int, ...]
-    alike: tuple[int, ...]  # version made by, and attributes: equal in all records of one writer
-    crc: int
-    nbytes: int
-    header: int
-
-    @property
-    def method(self) -> int:
-        """The compression method; 0 for none."""
-        return self.common[2]
 
 
 class _Known(NamedTuple):
@@ -232,7 +209,7 @@ def _remember(
     """Remembers the layout of a sound archive, if all bytes around its data are at hand."""
     gap = archive.gap
     places = [
-        (directory + e.at + _CRC_AT, *([start + e.nbytes + 4] if end > start + e.nbytes else []))
+        (directory + e.at + CRC_AT, *([start + e.nbytes + 4] if end > start + e.nbytes else []))
         for e, (start, end) in zip(entries, spans, strict=True)
     ]
     holes = sorted(
@@ -264,55 +241,6 @@ def _remember(
 
 def _shown(name: bytes) -> str:
     return printable(name.decode("utf-8", "replace"))
-
-
-def entries(directory: bytes, count: int) -> Iterator[DirectoryEntry]:
-    """Yields the records of a directory.
-
-    Raises:
-        FormatError: the directory is malformed, or has comments or several disks.
-        struct.error: it is truncated.
-    """
-    at = 0
-    for _ in range(count):
-        fields = CENTRAL.unpack_from(directory, at)
-        (
-            needed,
-            flags,
-            method,
-            time,
-            date,
-            crc,
-            packed,
-            nbytes,
-            name_nbytes,
-            extra_nbytes,
-            comment_nbytes,
-            disk,
-        ) = fields[2:14]
-        name_at = at + CENTRAL.size
-        extra = directory[name_at + name_nbytes : name_at + name_nbytes + extra_nbytes]
-        nbytes, packed, header = widen(extra, nbytes, packed, fields[16])
-        alike = (fields[1], *fields[14:16])
-        if fields[0] != b"PK\x01\x02" or (method == 0 and packed != nbytes):
-            raise FormatError(f"a zip directory is malformed: its entry at byte {at}")
-        if disk or comment_nbytes:
-            raise FormatError("a zip directory refers to another disk, or has a comment")
-        yield DirectoryEntry(
-            at,
-            directory[name_at : name_at + name_nbytes],
-            flags,
-            (needed, flags, method, time, date),
-            alike,
-            crc,
-            nbytes,
-            header,
-        )
-        at = name_at + name_nbytes + extra_nbytes
-    if at != len(directory):
-        raise FormatError(
-            f"a zip directory is longer than its entries: {at} of {len(directory)} bytes"
-        )
 
 
 def _check_header(archive: _Archive, entry: DirectoryEntry) -> int:

@@ -19,7 +19,7 @@ from ckpt_tools.core.checksum import crc32
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.plan import Literal, Trailer
 from ckpt_tools.formats.pickle.write import TensorRecord, pickled
-from ckpt_tools.formats.zip.read import CENTRAL, END, END64, HUGE, LOCAL
+from ckpt_tools.formats.zip.directory import CENTRAL, END, END64, HUGE, LOCAL
 
 _ALIGNMENT = 64
 _FIRST = ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little"))

@@ -147,8 +147,8 @@ def _areas(entry: TensorEntry, dtype: DType, wanted: Sequence[WantedBox]) -> lis
     slots = tuple(Slot(w.box, "", 0) for w in wanted)
     plan = plan_transfer(Catalog("", {entry.fqn: entry}), Target("", {}, {entry.fqn: slots}))
     found: dict[int, list[WantedBox]] = {}
-    for copy in plan.tensors[0].copies:
-        found.setdefault(copy.src, []).append(wanted[copy.dst]._replace(box=copy.box))
+    for src, dst, box in plan.tensors[0].overlaps:
+        found.setdefault(src, []).append(wanted[dst]._replace(box=box))
     return [
         SharedArea(entry, dtype, entry.chunks[n], _around([w.box for w in parts]), tuple(parts))
         for n, parts in sorted(found.items())

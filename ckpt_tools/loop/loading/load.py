@@ -37,6 +37,7 @@ from ckpt_tools.loop.loading.match import (
     match,
     stored_state,
 )
+from ckpt_tools.loop.loading.misfits import shown_names
 from ckpt_tools.loop.loading.names import places_above, root_of
 from ckpt_tools.loop.loading.numbers import name_numbers
 from ckpt_tools.loop.loading.proof import LoadProof
@@ -146,7 +147,7 @@ def load_into(
     where, laps = printable(str(path)), Laps()
     with group.phase(f"open {where}"):
         shards = job.open(path, storage_options)
-    _refuse_extra(group, job.found, where)
+    _compare_extra(group, job, where)
     laps.lap("open")
     shards = _share(group, job, shards, read_once)
     laps.lap("share")
@@ -173,19 +174,30 @@ def _replicated(group: GlooGroup, job: _Load, where: str) -> list[str]:
     return sorted({name for names in group.all_gather(mine, what) for name in names})
 
 
-def _refuse_extra(group: GlooGroup, found: Match, where: str) -> None:
-    """Refuses stored names under the state's keys that no rank's state has.
+def _compare_extra(group: GlooGroup, job: _Load, where: str) -> None:
+    """Finds the stored names and keys that no rank's state has: notes them, or refuses them.
 
     Raises:
-        PlanError: there are such names.
+        PlanError: there are such names under the state's keys, and the load is strict.
     """
-    what = f"compare the names of {where}"
-    if not group.sum([found.extra_error is not None], what)[0]:
+    found, report, what = job.found, job.report, f"compare the names of {where}"
+    if not group.sum([bool(found.extra or found.left_out)], what)[0]:
         return
-    everywhere = set.intersection(*map(set, group.all_gather(found.extra, what)))
+    gathered = group.all_gather((found.extra, found.left_out), what)
+    extra, left_out = (
+        [n for n in mine if all(n in ranks[kind] for ranks in gathered)]
+        for kind, mine in enumerate((found.extra, found.left_out))
+    )
     with group.phase(what):
-        if everywhere and found.extra_error is not None:
+        if extra and found.extra_error is not None:
             raise found.extra_error
+    if left_out:
+        report.left_out = left_out
+        report.notes.append(report.left_out_note)
+    if extra:
+        report.notes.append(
+            f"{len(extra)} entries of the checkpoint are not in the state: {shown_names(extra)}"
+        )
 
 
 class _Load:
@@ -366,8 +378,15 @@ class _Load:
         current: dict[str, Any] = {**exported.tensors, **exported.objects}
         names = [*current, *self.added, *self.values]
         plain_values = {flat_name(path) for path in exported.plain}
-        # these become the stored values
-        replaced = {n for n in names if n in stored and places_above(n, plain_values)}
+        mine = exported.paths
+        # these become the stored values; a key with a dot stays the key that the state has
+        replaced = {
+            n
+            for n in names
+            if n in stored
+            and places_above(n, plain_values)
+            and len(mine.get(n, stored[n])) == len(stored[n])
+        }
         paths = {
             n: (
                 stored[n]
@@ -384,7 +403,8 @@ class _Load:
         # checkpoints of the manager keep integer keys
         if manifest is None or manifest.operation != "save" or manifest.step is None:
             int_keys(exported, given, paths, report.notes)
-        refused = restore(self.state, given, paths)
+        refused, notes = restore(self.state, given, paths)
+        report.notes += notes
         if refused:
             what = f"modules have exported {len(refused)} values that they do not take back"
             shown = ", ".join(map(printable, refused[:8])) + (" …" if len(refused) > 8 else "")
@@ -565,6 +585,8 @@ def _per_rank(
     what = (
         f"{name}: the checkpoint has the states of {stored} rank{'s' * (stored != 1)}, this job has"
         f" {group.size}"
+        if stored
+        else f"{name} is not in the checkpoint"
     )
     if stored and (callable(wrapper.on_resize) or wrapper.on_resize == "round-robin"):
         states = [

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ckpt_tools.core.selection import matcher
+from ckpt_tools.loop.loading.misfits import shown_names
 
 OnMismatch = str | Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 
@@ -78,6 +79,7 @@ class LoadReport:
             any rank needed; bytes received from other ranks.
         num_proved: chunks that were read in full and whose checksum was right.
         notes: entries that did not carry over and their fate, mapped names, and entries left out.
+        left_out: top-level keys of the checkpoint that no rank's state has.
         timing: seconds of each phase: `open` the checkpoint and pair its names, `share` what
             several ranks need, `read`, and `restore` into the state.
     """
@@ -90,4 +92,10 @@ class LoadReport:
     received_nbytes: int = 0
     num_proved: int = 0
     notes: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
     timing: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def left_out_note(self) -> str:
+        """Returns the one of the notes that names `left_out`."""
+        return f"the state has no such keys; left out: {shown_names(self.left_out)}"

@@ -40,6 +40,7 @@ class Match(NamedTuple):
         extra: stored names under the state's keys that this rank's state lacks. They are an error
             if no other rank has them either.
         extra_error: that error.
+        left_out: top-level keys of the checkpoint that this rank's state lacks.
     """
 
     tensors: dict[str, str]
@@ -51,6 +52,7 @@ class Match(NamedTuple):
     resized: dict[str, OnMismatch]
     extra: list[str]
     extra_error: PlanError | None
+    left_out: list[str]
 
 
 def stored_state(catalog: Catalog) -> dict[str, dict[str, dict[str, StoredState]]]:
@@ -133,13 +135,9 @@ def match(
         _describe_change(n, how, exported, catalog.tensors[pairs.tensors[n]])
         for n, how in resized.items()
     ]
-    pairs.note_left_out(used)
     notes += _tied_apart(exported, catalog, tensors)
-    if extra and not request.strict:
-        notes.append(
-            f"{len(extra)} entries of the checkpoint are not in the state: {shown_names(extra)}"
-        )
-    return Match(tensors, objects, new, gone, notes, pairs.alike, resized, extra, error)
+    left = pairs.left_out(used)
+    return Match(tensors, objects, new, gone, notes, pairs.alike, resized, extra, error, left)
 
 
 def _unfit(

@@ -13,7 +13,7 @@ from ckpt_tools.core.catalog import (
     Catalog,
 )
 from ckpt_tools.errors import printable
-from ckpt_tools.loop.state.state_dict import ExportedState
+from ckpt_tools.loop.state.state_dict import ExportedState, value_of_ranks
 
 _SHOWN = 8
 
@@ -79,6 +79,9 @@ def _nearest(name: str, others: Sequence[str]) -> str:
 
 def misfit_hint(misfits: Misfits, strict: bool) -> str:
     absent, extra = misfits.absent, misfits.extra
+    of_ranks = [place for n in extra if (place := value_of_ranks(n)) in absent]
+    if of_ranks:
+        return f"{printable(of_ranks[0])} was saved as a PerRank: give it as PerRank(value)"
     if absent and len(absent) == len(extra):
         ours, theirs = _difference(absent[0], extra[0])
         if {ours + n.removeprefix(theirs) for n in extra} == set(absent):

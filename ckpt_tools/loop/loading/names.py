@@ -6,7 +6,7 @@ Imports torch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
 from ckpt_tools.core.catalog import Catalog
@@ -16,9 +16,12 @@ from ckpt_tools.loop.loading.load_request import LoadRequest
 from ckpt_tools.loop.loading.misfits import shown_names
 from ckpt_tools.loop.state.objects import Key
 from ckpt_tools.loop.state.shards import alias_key, local_shards
-from ckpt_tools.loop.state.state_dict import ExportedState, flat_name
-
-LEFT_OUT = "the state has no such keys; left out: "
+from ckpt_tools.loop.state.state_dict import (
+    STRUCTURE,
+    ExportedState,
+    flat_name,
+    value_of_ranks,
+)
 
 
 def root_of(name: str, paths: Mapping[str, Key]) -> str:
@@ -54,9 +57,13 @@ class PairedNames:
         # a dict whose tensors are stored under another name takes these, and nothing else
         self.free = free - {place for n in self.names for place in places_above(n, free)}
         self.names |= {n: stored[0] for n, stored in self.alike.items()}
-        below = _stored_below(catalog, self.free)
+        below = _stored_below(catalog, {flat_name(path): path for path in exported.free})
+        below = {place: names for place, names in below.items() if place in self.free}
         self._check_globs(request, list(dict.fromkeys(chain.from_iterable(below.values()))))
-        self.below = {f: [n for n in names if wanted(n)] for f, names in below.items()}
+        self.below = {
+            place: [n for n in names if wanted(n) and not self._is_of_a_rank(n)]
+            for place, names in below.items()
+        }
         self.tensors = {n: self.names.get(n, n) for n in exported.tensors if wanted(n)}
         self.objects = {n: self.names.get(n, n) for n in exported.objects if wanted(n)}
         self.kinds = _kinds(catalog, self.tensors, self.objects, self.free)
@@ -113,6 +120,13 @@ class PairedNames:
             absent = _without_frozen(absent, exported.frozen, self.notes)
         return absent, gone
 
+    def _is_of_a_rank(self, stored: str) -> bool:
+        """Tells whether a `PerRank` has stored a name where the state has one value for all."""
+        place = value_of_ranks(stored)
+        if place in self.exported.tensors:
+            return True
+        return not isinstance(self.exported.objects.get(place), Mapping | None)
+
     def _is_empty(self, name: str) -> bool:
         """Tells whether a value of the state is an empty dict."""
         value = self.exported.objects.get(name)
@@ -133,10 +147,23 @@ class PairedNames:
                 return True  # it was a single value, and is a container in the checkpoint
             # an empty container is no misfit (see `absent`), so it makes way, too
             may_go = not self.is_strict or self._is_empty(name)
-            if may_go and any(name.startswith(f"{n}.") for n in self.below[place]):
+            if may_go and any(self._takes_container(n, name) for n in self.below[place]):
                 self.replaced.append(name)
                 return True
         return False
+
+    def _takes_container(self, stored: str, name: str) -> bool:
+        """Tells whether a stored entry replaces a container of the state that holds a name.
+
+        It is a value in place of the container, or one in a list where the state has a dict.
+        """
+        mine, theirs = self.exported.paths[name], self.catalog.paths.get(stored) or ()
+        if theirs and theirs[-1] == STRUCTURE:  # such as a tuple, which is stored as one value
+            return _begins(mine, theirs[:-1])
+        pairs = zip(mine, theirs, strict=False)
+        first = next(((a, b) for a, b in pairs if type(a) is not type(b) or a != b), None)
+        is_other_kind = first is not None and type(first[0]) is not type(first[1])
+        return is_other_kind or name.startswith(f"{stored}.")
 
     def used(self) -> set[str]:
         """Returns the stored names that a name of the state has taken."""
@@ -145,18 +172,17 @@ class PairedNames:
         used |= {self.names.get(n, n) for n in self.kinds}
         return used | {s for stored in self.alike.values() for s in stored}
 
-    def note_left_out(self, used: set[str]) -> None:
-        """Notes the top-level keys of the checkpoint that the state lacks."""
+    def left_out(self, used: set[str]) -> list[str]:
+        """Returns the top-level keys of the checkpoint that the state lacks."""
         paths = self.catalog.paths
         stored = {root_of(n, paths) for n in (*self.catalog.tensors, *self.catalog.objects)}
         left = sorted(
             stored
             - self.exported.roots
             - {root_of(s, paths) for s in self.names.values()}
-            - {root_of(s, {}) for s in used}
+            - {root for s in used for root in (root_of(s, {}), root_of(s, paths))}
         )
-        if left and not any(self.names):
-            self.notes.append(f"{LEFT_OUT}{shown_names(left)}")
+        return [] if any(self.names) else left
 
 
 def _without_frozen(absent: Sequence[str], frozen: set[str], notes: list[str]) -> list[str]:
@@ -170,13 +196,23 @@ def _without_frozen(absent: Sequence[str], frozen: set[str], notes: list[str]) -
     return [n for n in absent if n not in frozen]
 
 
-def _stored_below(catalog: Catalog, free: set[str]) -> dict[str, list[str]]:
-    """Returns the stored names at or below each place."""
+def _stored_below(catalog: Catalog, free: Mapping[str, Key]) -> dict[str, list[str]]:
+    """Returns the stored names at or below each place.
+
+    A key with a dot has the name of two keys: `{"a.b": 1}` lies not below the key `a`.
+    """
     below: dict[str, list[str]] = {place: [] for place in free}
     for name in (*catalog.tensors, *catalog.objects):
-        for place in places_above(name, free):
-            below[place].append(name)
+        path = catalog.paths.get(name)
+        for place in places_above(name, free.keys()):
+            if path is None or _begins(path, free[place]):
+                below[place].append(name)
     return below
+
+
+def _begins(path: Key, start: Key) -> bool:
+    """Tells whether a path of keys begins with another one. A number may be stored as text."""
+    return tuple(map(str, path[: len(start)])) == tuple(map(str, start))
 
 
 def _kinds(
@@ -197,7 +233,7 @@ def _kinds(
     ]
 
 
-def places_above(name: str, places: set[str]) -> list[str]:
+def places_above(name: str, places: Collection[str]) -> list[str]:
     """Returns those of `places` that equal a flat name or contain it."""
     ends = [i for i, c in enumerate(name) if c == "."]
     return [place for end in (*ends, len(name)) if (place := name[:end]) in places]

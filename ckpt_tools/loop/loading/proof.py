@@ -61,12 +61,10 @@ class LoadProof:
         self._sealed: dict[str, _Sealed] = {}
         if manifest is None:
             return
-        by_extent = {t.chunks[0].extent: t for t in stored.tensors.values() if t.chunks}
         for name, entry in catalog.tensors.items():
-            own = by_extent.get(entry.chunks[0].extent) if entry.chunks else None
-            if own is not None and own.fqn in manifest.tensors and own.chunks == entry.chunks:
-                found = manifest.tensors[own.fqn]
-                self._sealed[name] = _Sealed(own.fqn, int(found.fingerprint, 16))
+            own, found = entry.stored_name, manifest.tensors.get(entry.stored_name)
+            if found is not None and stored.tensors[own].chunks == entry.chunks:
+                self._sealed[name] = _Sealed(own, int(found.fingerprint, 16))
 
     def has(self, name: str) -> bool:
         """Tells whether a tensor has a sealed fingerprint."""

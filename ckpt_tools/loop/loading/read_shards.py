@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckpt_tools.core.catalog import Catalog, Extent, TensorEntry
+from ckpt_tools.core.catalog import Catalog, ChunkList, Payloads, TensorEntry
 from ckpt_tools.core.plan import Plan, Slot, Target, plan_transfer
 from ckpt_tools.engine.crc_watch import CrcWatch, compare_positions, read_whole
 from ckpt_tools.engine.execute import execute_batches
@@ -155,8 +155,7 @@ class ShardReader(NamedTuple):
         """
         source = self.source
         used = {
-            t.fqn: _used(source.catalog.tensors[t.fqn], {c.src for c in t.copies})
-            for t in plan.tensors
+            t.fqn: _used(source.catalog.tensors[t.fqn], t.overlaps.sources()) for t in plan.tensors
         }
         assumed = source.assume(used.values())
         is_remote = source.store.capabilities.is_remote
@@ -196,11 +195,13 @@ class ShardReader(NamedTuple):
             self.proof.absorb(part)
             if later - wrong:
                 parts = _only(plan, later - wrong)
-                num_chunks = {self.names.get(t.fqn, t.fqn): len(t.used) for t in parts.tensors}
+                num_chunks = {
+                    self.names.get(t.fqn, t.fqn): len(t.overlaps.sources()) for t in parts.tensors
+                }
                 self.proof.check_later(num_chunks, partial(self._check_chunks, parts, real.found))
         self.report.read_nbytes += totals.read_nbytes
         self.report.num_proved += num_proved + sum(
-            len(t.used) for t in plan.tensors if t.fqn in proved
+            len(t.overlaps.sources()) for t in plan.tensors if t.fqn in proved
         )
 
     def _proved_by_fingerprints(
@@ -215,9 +216,7 @@ class ShardReader(NamedTuple):
         waits = self.proof.is_joint and not self.source.store.capabilities.is_remote
         return part.whole(plan), part.parts(plan) if waits else set()
 
-    def _check_chunks(
-        self, plan: Plan, found: Mapping[Extent, Extent], names: Collection[str]
-    ) -> int:
+    def _check_chunks(self, plan: Plan, found: Payloads, names: Collection[str]) -> int:
         """Reads tensors again, by stored name, and compares their chunks with their CRC-32.
 
         Returns the number of proved chunks.
@@ -225,9 +224,7 @@ class ShardReader(NamedTuple):
         chosen = {t.fqn for t in plan.tensors if self.names.get(t.fqn, t.fqn) in names}
         return self._read_found(_only(plan, chosen), found, HashSink(), set()) if chosen else 0
 
-    def _read_found(
-        self, plan: Plan, found: Mapping[Extent, Extent], sink: Sink, proved: set[str]
-    ) -> int:
+    def _read_found(self, plan: Plan, found: Payloads, sink: Sink, proved: set[str]) -> int:
         """Reads from the positions that the files name; returns the number of proved chunks."""
         late = CrcWatch(read_whole(plan, found, proved), self.source.store)
         execute_batches(
@@ -244,5 +241,5 @@ def _only(plan: Plan, names: Collection[str]) -> Plan:
     return replace(plan, tensors=tuple(t for t in plan.tensors if t.fqn in names))
 
 
-def _used(entry: TensorEntry, numbers: set[int]) -> TensorEntry:
-    return replace(entry, chunks=tuple(entry.chunks[i] for i in sorted(numbers)))
+def _used(entry: TensorEntry, numbers: Sequence[int]) -> TensorEntry:
+    return replace(entry, chunks=ChunkList(entry.chunks[i] for i in numbers))

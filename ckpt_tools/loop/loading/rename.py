@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ckpt_tools.core.catalog import BytesEntry, Catalog, TensorEntry
+from ckpt_tools.core.selection import substitution
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.state.objects import Key
 from ckpt_tools.loop.state.state_dict import flat_name
@@ -102,20 +103,20 @@ def moved(catalog: Catalog, places: Mapping[str, Key]) -> Catalog:
 
 
 def _check(rules: Mapping[str, str], names: Sequence[str]) -> None:
-    try:
-        compiled = [re.compile(pattern) for pattern in rules]
-    except re.error as error:
-        raise PlanError(
-            f"rename: not a regular expression: {printable(str(error.pattern))!r}: {error.msg}"
-        ) from error
+    """Refuses a rule that matches none of the names, after the rules before it."""
     now = list(names)
-    for pattern, new in zip(compiled, rules.values(), strict=True):
-        if not any(map(pattern.search, now)):
+    for pattern, new in rules.items():
+        substitute = _substitution(pattern, new)
+        if not any(map(re.compile(pattern).search, now)):
             raise PlanError(
-                f"rename matches none of {len(names)} names: {printable(pattern.pattern)!r}",
+                f"rename matches none of {len(names)} names: {printable(pattern)!r}",
                 hint=f"names look like: {', '.join(map(printable, now[:3]))}",
             )
-        now = [substituter({pattern.pattern: new})(name) for name in now]
+        now = list(map(substitute, now))
+
+
+def _substitution(pattern: str, new: str) -> Callable[[str], str]:
+    return substitution(pattern, new, f"rename {{{printable(pattern)!r}: {printable(new)!r}}}")
 
 
 def parameter_renamer(catalog: Catalog, substitute: Callable[[str], str]) -> Callable[[str], str]:
@@ -139,15 +140,15 @@ def parameter_renamer(catalog: Catalog, substitute: Callable[[str], str]) -> Cal
 
 def substituter(rules: Mapping[str, str]) -> Callable[[str], str]:
     """Returns a function that applies rules to a name, in order."""
-    compiled = [(re.compile(pattern), new) for pattern, new in rules.items()]
+    rename_by = [_substitution(pattern, new) for pattern, new in rules.items()]
 
     def substitute(name: str) -> str:
-        for pattern, new in compiled:
-            name = pattern.sub(new, name)
+        for by_rule in rename_by:
+            name = by_rule(name)
         return name
 
     return substitute
 
 
 def _moved(entries: Mapping[str, E], new_names: Mapping[str, str]) -> dict[str, E]:
-    return {new_names[name]: replace(entry, fqn=new_names[name]) for name, entry in entries.items()}
+    return {new_names[name]: entry.named(new_names[name]) for name, entry in entries.items()}

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ckpt_tools.core.box import Box, flat_span, flat_start, row_major_strides
-from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.catalog import Catalog, Chunk, ChunkList, Extent, TensorEntry
 from ckpt_tools.core.plan import Plan, Slot, Target, plan_transfer
 from ckpt_tools.engine.crc_watch import CrcWatch, RangeCrcs, is_watched
 from ckpt_tools.engine.execute import Totals, execute_batches
@@ -241,7 +241,7 @@ def _entries(areas: Iterable[SharedArea]) -> list[TensorEntry]:
     for area in areas:
         entries[area.entry.fqn] = area.entry
         chunks.setdefault(area.entry.fqn, {})[area.chunk] = None
-    return [replace(entry, chunks=tuple(chunks[name])) for name, entry in entries.items()]
+    return [replace(entry, chunks=ChunkList(chunks[name])) for name, entry in entries.items()]
 
 
 def _plan(pieces: Sequence[RoundRead], file: str) -> Plan:

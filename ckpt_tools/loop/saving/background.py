@@ -7,7 +7,6 @@ old steps.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,22 +19,21 @@ from ckpt_tools.formats.base import new_attempt
 from ckpt_tools.loop.saving.hooks import Hooks
 from ckpt_tools.loop.saving.huggingface_copies import HuggingFaceWriter
 from ckpt_tools.loop.saving.limits import WriteLimits
-from ckpt_tools.loop.saving.save import SaveExtras, SaveLayout, SaveReport, write
+from ckpt_tools.loop.saving.save import Save, SaveLayout, SaveReport, write
 from ckpt_tools.loop.state.archives import ReadBack
 from ckpt_tools.loop.state.staging import StagedTensors
 from ckpt_tools.loop.steps import rollback
-from ckpt_tools.loop.steps.candidates import Candidates
+from ckpt_tools.loop.steps.history import RunHistory
 from ckpt_tools.loop.steps.mirror import Mirror, Retained
 from ckpt_tools.loop.steps.retention import remove_named, retain
-from ckpt_tools.loop.steps.waiting import tries_again, wait_for, with_hint
-from ckpt_tools.publish.base import Destination
+from ckpt_tools.loop.steps.waiting import Outage, wait_for, with_hint
+from ckpt_tools.publish.base import Destination, RootLock
 from ckpt_tools.publish.find_manifest import find_manifest
-from ckpt_tools.publish.lock import RootLock
-from ckpt_tools.publish.retention_rules import Retention
-from ckpt_tools.publish.rollback_notes import RollbackNote, write_note
 from ckpt_tools.publish.step_names import STEP_PATTERNS, step_name
-from ckpt_tools.publish.steps import name_some
 from ckpt_tools.ranks.gloo import GlooGroup
+from ckpt_tools.run.retention import Retention
+from ckpt_tools.run.rollback import RollbackNote, write_note
+from ckpt_tools.run.step import name_some
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +45,16 @@ class PendingSave:
         name: of its directory.
         is_numbered: whether the name is that of the step, so that retention, a mirror and a
             rollback concern it.
-        layout: as agreed.
+        save: this rank's part of it.
         staged: this rank's shards in host memory.
-        objects: packed objects of this rank.
-        overwrite: replace an existing step.
-        extras: files and metrics to add, and what was left out.
         stall_s: seconds for which `save` has held the loop; 0 for a blocking save.
     """
 
     step: int
     name: str
     is_numbered: bool
-    layout: SaveLayout
+    save: Save
     staged: StagedTensors
-    objects: Mapping[str, bytes]
-    overwrite: bool
-    extras: SaveExtras
     stall_s: float
 
 
@@ -71,8 +63,6 @@ class BackgroundWriter:
 
     Attributes:
         lock, mirror, huggingface: only on rank 0, and only if the run has them.
-        resumed: a step that stays until a newer one is committed.
-        last_step: the newest step that was written or resumed from.
         last_save: the report of the last save.
         protected: numbers of steps that retention does not remove.
         on_failure: called when a save has failed, in the thread that writes.
@@ -81,10 +71,9 @@ class BackgroundWriter:
     lock: RootLock | None = None
     mirror: Mirror | None = None
     huggingface: HuggingFaceWriter | None = None
-    resumed: Path | str | None = None
-    last_step: int | None = None
     last_save: SaveReport | None = None
     _failures = 0
+    _logged_failure: CheckpointError | None = None  # of the newest save; nothing has raised it
     _before: tuple[SaveLayout | None, Path | str] = (None, "")
     _logged: set[str]
     _running: Future[SaveReport] | None = None
@@ -93,7 +82,7 @@ class BackgroundWriter:
 
     def __init__(
         self,
-        candidates: Candidates,
+        history: RunHistory,
         jobs: int,
         retry_s: float,
         max_failures: int,
@@ -105,7 +94,7 @@ class BackgroundWriter:
         """Stores the manager's settings.
 
         Args:
-            candidates: the root, and the findings of `resume`.
+            history: the root, and what this job knows of its steps.
             jobs, retry_s, max_failures: as for the manager.
             rules: which steps stay.
             hooks: called after each commit and each failure.
@@ -113,12 +102,17 @@ class BackgroundWriter:
             limits: of saves in the background.
         """
         self.limits = limits
-        self.candidates, self.root = candidates, candidates.root
+        self.history, self.root = history, history.root
         self.jobs, self.retry_s, self.max_failures, self.rules = jobs, retry_s, max_failures, rules
         self._hooks, self._format, self.protected = hooks, step_format, set[int]()
         self._read_back, self._logged = ReadBack(), set[str]()  # warnings on the store, logged once
         self._is_waited_for = threading.Event()
         self.on_failure: Callable[[], None] = _nothing
+
+    @property
+    def _is_first(self) -> bool:
+        """Tells whether this is rank 0, which warns for all."""
+        return self.lock is not None
 
     @property
     def is_busy(self) -> bool:
@@ -138,19 +132,14 @@ class BackgroundWriter:
 
         Some roots are not asked while the loop waits: their commit refuses such a save.
         """
-        is_left = self.candidates.branch is not None and name in self.candidates.branch[1]
+        is_left = self.history.branch is not None and name in self.history.branch[1]
         target = self.target(name)
         return (
             not self.root.checks_at_commit
             and not is_left
-            and target.url not in self.candidates.passed
+            and target.url not in self.history.passed
             and target.exists()
         )
-
-    def refuse_older(self, step: int) -> None:
-        """Refuses a job's first step if the run has a newer one; see `Candidates.refuse_older`."""
-        if self.last_step is None:
-            self.candidates.refuse_older(step)
 
     def submit(self, save: PendingSave, group: GlooGroup) -> None:
         """Starts to write a step in the background."""
@@ -179,10 +168,12 @@ class BackgroundWriter:
         """
         running = self._running
         if running is None:
+            if is_last and self._logged_failure is not None:
+                raise self._logged_failure  # the newest save has failed
             return
         self._is_waited_for.set()
         try:
-            wait_for(running, f"a save to {printable(str(self.root.path))}")
+            wait_for(running, f"a save to {printable(str(self.root.path))}", self._is_first)
         except BaseException as error:
             if not running.done() or error is not running.exception():
                 raise  # an interrupted wait: the save still reads its memory
@@ -193,12 +184,14 @@ class BackgroundWriter:
             if is_last or self._failures >= self.max_failures:
                 self._failures = 0
                 raise
-            log.warning(
-                "a save failed, %d of at most %d in a row: %s",
-                self._failures,
-                self.max_failures - 1,
-                with_hint(error),
-            )
+            if self._is_first:  # its error names the rank that failed
+                log.warning(
+                    "a save failed, %d of at most %d in a row: %s",
+                    self._failures,
+                    self.max_failures - 1,
+                    with_hint(error),
+                )
+            self._logged_failure = error
         self._running = None
 
     def write(
@@ -211,24 +204,25 @@ class BackgroundWriter:
         Raises:
             CheckpointError: it failed; nothing is visible then.
         """
-        deadline, attempts = time.monotonic() + self.retry_s, list[str]()
+        self._logged_failure = None  # this save is the newest one now
+        outage, attempts = Outage(self.retry_s), list[str]()
         while True:
             attempts.append(group.broadcast(new_attempt(), f"begin {save.name}"))
             try:
                 report = self._try(save, group, attempts, limits or WriteLimits(self.jobs))
                 break
             except BaseException as error:
-                if not tries_again(group, error, deadline, save.name, len(attempts)):
+                if not outage.tries_again(group, error, save.name):
                     self.on_failure()
                     if group.rank == 0:
                         self._hooks.failed(save.step, error)
                     raise
-        self._before = save.layout, self.root.step_path(save.name)
-        report.stall_s, report.metrics = save.stall_s or report.seconds, save.extras.metrics
+        self._before = save.save.layout, self.root.step_path(save.name)
+        report.stall_s, report.metrics = save.stall_s or report.seconds, save.save.extras.metrics
         self._failures, self.last_save = 0, report
         if save.is_numbered:
-            self.last_step = save.step
-        self.candidates.passed.discard(report.path)
+            self.history.last_step = save.step
+        self.history.passed.discard(report.path)
         self._log_saved(save, report)
         if group.rank == 0:
             if save.is_numbered:
@@ -255,48 +249,42 @@ class BackgroundWriter:
 
     def _try(
         self,
-        save: PendingSave,
+        pending: PendingSave,
         group: GlooGroup,
         attempts: Sequence[str],
         limits: WriteLimits,
     ) -> SaveReport:
-        target, what = self.target(save.name), save.name
+        target, what, save = self.target(pending.name), pending.name, pending.save
         is_there = False
         with group.phase(f"begin {what}"):
             self._read_back.check(save.objects)
-            memory = save.staged.wait()
+            memory = pending.staged.wait()
             if group.rank == 0:
                 self._check_lock()
                 # an earlier attempt has committed, but its reply was lost in an outage
                 is_there = len(attempts) > 1 and _attempt_of(target) in attempts[:-1]
-                if save.is_numbered and self.root.checks_at_commit and not save.overwrite:
-                    self.refuse_older(save.step)
-                if save.is_numbered and self.candidates.branch is not None and not is_there:
-                    note = RollbackNote(what, attempts[-1], *self.candidates.branch)
+                if pending.is_numbered and self.root.checks_at_commit and not save.overwrite:
+                    self.history.refuse_older(pending.step)
+                if pending.is_numbered and self.history.branch is not None and not is_there:
+                    note = RollbackNote(what, attempts[-1], *self.history.branch)
                     write_note(self.root, note)
                     rollback.make_way(self.root, note)
-                if target.url in self.candidates.passed and not save.overwrite:
-                    self._make_room(target, save.name, attempts[-1])
+                if target.url in self.history.passed and not save.overwrite:
+                    self._make_room(target, what, attempts[-1])
         if group.broadcast(is_there, f"begin {what}"):
             return SaveReport(target.url, 0, step=save.step)
-        overwrite = save.overwrite or target.url in self.candidates.passed
-        return write(
-            group,
-            target,
-            save.step,
-            save.layout,
-            memory,
-            save.objects,
-            limits.jobs,
-            attempts[-1],
-            self._check_lock,
-            overwrite,
-            replace(
+        save = replace(
+            save,
+            overwrite=save.overwrite or target.url in self.history.passed,
+            extras=replace(
                 save.extras,
                 before=self._step_before(save.layout),
-                timing=_with_copy(save.extras.timing, save.staged.waited_s),
+                timing=_with_copy(save.extras.timing, pending.staged.waited_s),
             ),
-            limits.throttle(self._is_waited_for),
+        )
+        progress = limits.throttle(self._is_waited_for)
+        return write(
+            group, target, save, memory, attempts[-1], limits.jobs, self._check_lock, progress
         )
 
     def _make_room(self, target: Destination, name: str, attempt: str) -> None:
@@ -353,8 +341,8 @@ class BackgroundWriter:
 
     def _follow_up(self, step: int, path: str) -> None:
         """Completes a rollback, feeds the mirror and removes old steps, after rank 0's commit."""
-        if self.candidates.branch is not None:
-            self.candidates.branch = None
+        if self.history.branch is not None:
+            self.history.branch = None
             try:
                 rollback.complete(self.root)
             except (CheckpointError, OSError) as error:
@@ -387,7 +375,7 @@ class BackgroundWriter:
 
     def _remove_old_steps(self) -> None:
         kept = [
-            *([self.resumed] if self.resumed else []),
+            *([self.history.resumed] if self.history.resumed else []),
             *([self.last_save.path] if self.last_save else []),
             *(self.mirror.needed() if self.mirror else []),
             *(self.huggingface.needed() if self.huggingface else []),
@@ -397,8 +385,8 @@ class BackgroundWriter:
                 for pattern in STEP_PATTERNS
             ),
         ]
-        if retain(self.root, self.rules, kept, self._logged, self.candidates.passed):
-            self.resumed = None  # a newer one is committed
+        if retain(self.root, self.rules, kept, self._logged, self.history.passed):
+            self.history.resumed = None  # a newer one is committed
 
     def retain_copied(self) -> None:
         """Removes old steps that stayed only until they were copied. Rank 0 calls it at the end."""
@@ -407,8 +395,14 @@ class BackgroundWriter:
 
     @property
     def retained(self) -> Retained:
-        """Returns which steps stay, numbers of steps that always stay, and unusable steps."""
-        return Retained(self.rules, set(self.protected), self.candidates.passed)
+        """Returns which steps stay, at present."""
+        passed, resumed = self.history.passed, self.history.resumed
+        return Retained(self.rules, set(self.protected), passed, resumed)
+
+    def wait_for_removals(self) -> None:
+        """Waits until old steps are removed, if that was asked for."""
+        if self._retention is not None:
+            wait_for(self._retention, f"old steps of {self.root.path} to be removed")
 
     def close(self) -> None:
         """Ends the thread after its last task."""

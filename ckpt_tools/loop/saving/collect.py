@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_tools.core.laps import Laps
-from ckpt_tools.loop.saving.copies import Proof
+from ckpt_tools.loop.saving.replicas import Proof
 from ckpt_tools.loop.saving.save import RankNames, SaveExtras, SaveLayout, agree_layout, extras_of
 from ckpt_tools.loop.state.optimizers import StateOwners
 from ckpt_tools.loop.state.pack_objects import checksums, pack_objects, refuse_conflicts
@@ -30,10 +30,10 @@ Files = Mapping[str, bytes] | Callable[[], Mapping[str, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """What a caller of `CheckpointManager.save` wants; see there.
+    """What a caller of `CheckpointManager.save` or `ckpt_tools.save` wants; see there.
 
     Attributes:
-        what: name of the step's directory.
+        what: name of the step's directory, for messages.
         is_numbered: whether that is the name of a step, and not one of its own.
         check: raises if the step cannot be saved. Rank 0 calls it.
     """
@@ -45,8 +45,8 @@ class SaveRequest:
     files: Files | None
     metrics: Mapping[str, float] | None
     statistics: bool
-    names_differ: bool
-    check: Callable[[], None]
+    names_differ: bool = False
+    check: Callable[[], None] | None = None
 
 
 class Collected(NamedTuple):
@@ -71,7 +71,7 @@ class Collector:
     """Collects the states of one loop, and remembers what stays the same."""
 
     def __init__(self, group: GlooGroup, proof: Proof) -> None:
-        """Stores the group of all ranks, and how often their copies are compared."""
+        """Stores the group of all ranks, and how often their replicas are compared."""
         self._group, self._proof, self._cache = group, proof, StateCache()
         self._layout: SaveLayout | None = None
 
@@ -106,7 +106,7 @@ class Collector:
             self._layout = agree_layout(self._group, names, self._proof, request.names_differ)
         assert self._layout is not None
         laps.lap("agree")
-        notes = self._layout.copies.prove(self._group, found.tensors)
+        notes = self._layout.replicas.prove(self._group, found.tensors)
         extras = replace(extras, notes=notes)
         laps.lap("compare")
         tensors = [found.tensors[number] for number in self._layout.task.shards]
@@ -124,7 +124,7 @@ class Collector:
             self._cache.end()
 
     def _extras(self, request: SaveRequest) -> SaveExtras:
-        if self._group.rank == 0:
+        if self._group.rank == 0 and request.check is not None:
             request.check()
         files = request.files
         if callable(files):

@@ -16,18 +16,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_tools.core.box import Box
-from ckpt_tools.core.catalog import TORCH_ZIP, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.catalog import TORCH_ZIP, Catalog, Chunk, ChunkList, Extent, TensorEntry
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.coverage import check
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.laps import Laps
+from ckpt_tools.core.quantized import find_quantized
 from ckpt_tools.engine.execute import Progress
 from ckpt_tools.engine.statistics import Moments, add_moments
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, Template, TensorMeta
 from ckpt_tools.formats.registry import is_ours
-from ckpt_tools.loop.saving.copies import CopyProof, CopyTask, Proof, copy_tasks
+from ckpt_tools.loop.saving.replicas import Proof, ReplicaProof, ReplicaTask, replica_tasks
 from ckpt_tools.loop.saving.write import (
     FilePlan,
     RankFile,
@@ -38,7 +39,7 @@ from ckpt_tools.loop.saving.write import (
     write_part,
 )
 from ckpt_tools.loop.state.device_statistics import DeviceMoments, moments_by_name
-from ckpt_tools.loop.state.shard_info import CopyKind, ShardInfo
+from ckpt_tools.loop.state.shard_info import ReplicaKind, ShardInfo
 from ckpt_tools.loop.state.state_dict import Only
 from ckpt_tools.publish.base import Attempt, Destination
 from ckpt_tools.publish.manifest import Manifest, SealedTensor
@@ -52,13 +53,13 @@ class WriteTask(NamedTuple):
         shards: indices into the rank's `ShardInfo` list.
         numbers: for each of them, the tensor's number among all tensors.
         num_tensors: number of all tensors.
-        copies: shards that other ranks hold, too, whichever of them writes.
+        replicas: shards that other ranks hold, too, whichever of them writes.
     """
 
     shards: tuple[int, ...]
     numbers: tuple[int, ...]
     num_tensors: int
-    copies: CopyTask = CopyTask()
+    replicas: ReplicaTask = ReplicaTask()
 
 
 class MetadataHead(NamedTuple):
@@ -88,21 +89,21 @@ class RankNames(NamedTuple):
     objects: tuple[str, ...]
     values: tuple[str, ...]
     paths: Mapping[str, tuple[str | int, ...]]
-    kinds: Mapping[str, CopyKind] = {}
+    kinds: Mapping[str, ReplicaKind] = {}
 
 
 @dataclass(slots=True)
 class SaveLayout:
     """The agreed layout of a save, as one rank needs it. It is kept from save to save.
 
-    `names` has the names that this rank brought, and `copies` the proof of what others hold, too.
+    `names` has the names that this rank brought, and `replicas` the proof of what others hold, too.
     """
 
     names: RankNames
     task: WriteTask
     file: FilePlan
     head: MetadataHead | None
-    copies: CopyProof
+    replicas: ReplicaProof
 
 
 @dataclass(slots=True)
@@ -165,6 +166,26 @@ class SaveExtras:
     notes: Sequence[str] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Save:
+    """The save of one rank, without the bytes of its shards.
+
+    Attributes:
+        step: its number, for the manifest; None for a checkpoint without one.
+        layout: from `agree_layout`.
+        objects: this rank's objects as archives, in the layout's order.
+        overwrite: replace an existing checkpoint once everything is written. Only rank 0's value
+            counts.
+        extras: files to add, and what was left out.
+    """
+
+    step: int | None
+    layout: SaveLayout
+    objects: Mapping[str, bytes]
+    overwrite: bool
+    extras: SaveExtras
+
+
 def extras_of(
     only: str | Callable[[str], bool] | None,
     files: Mapping[str, bytes] | None,
@@ -223,7 +244,7 @@ def agree_layout(
     Args:
         group: all ranks.
         names: of this rank.
-        proof: how often the copies of several ranks are compared.
+        proof: how often the replicas of several ranks are compared.
         names_differ: ranks may have tensors that other ranks lack.
 
     Raises:
@@ -248,17 +269,17 @@ def agree_layout(
             )
     task = group.scatter(tasks, "agree on the layout")
     file = plan_file(group.rank, [names.infos[i] for i in task.shards])
-    return SaveLayout(names, task, file, head, CopyProof(task.copies, names.infos, proof))
+    return SaveLayout(names, task, file, head, ReplicaProof(task.replicas, names.infos, proof))
 
 
-def _kinds(gathered: Sequence[RankNames]) -> dict[str, CopyKind]:
+def _kinds(gathered: Sequence[RankNames]) -> dict[str, ReplicaKind]:
     """Returns what a difference means, where it is not just an error on any rank."""
     strict = {info.fqn for g in gathered for info in g.infos if info.fqn not in g.kinds}
     return {
         fqn: kind
         for g in gathered
         for fqn, kind in g.kinds.items()
-        if kind is CopyKind.LOCAL or fqn not in strict
+        if kind is ReplicaKind.LOCAL or fqn not in strict
     }
 
 
@@ -309,7 +330,7 @@ def assign(
     infos: Sequence[Sequence[ShardInfo]],
     objects: Sequence[tuple[str, ...]],
     paths: Mapping[str, tuple[str | int, ...]],
-    kinds: Mapping[str, CopyKind] | None = None,
+    kinds: Mapping[str, ReplicaKind] | None = None,
 ) -> tuple[list[WriteTask], MetadataHead]:
     """Decides which rank writes which shard.
 
@@ -320,7 +341,7 @@ def assign(
         infos: the shards of each rank.
         objects: per rank, the names of the objects that it writes.
         paths: the path of keys to every name.
-        kinds: of the tensors whose copies may differ.
+        kinds: of the tensors whose replicas may differ.
 
     Returns:
         The task of each rank, and the metadata that rank 0 needs to commit.
@@ -381,7 +402,7 @@ def _spread(
     holders: Mapping[tuple[str, tuple[int, ...]], list[tuple[int, int]]],
     boxes: Mapping[tuple[str, tuple[int, ...]], Box],
     aliases: Mapping[str, str],
-    kinds: Mapping[str, CopyKind],
+    kinds: Mapping[str, ReplicaKind],
 ) -> tuple[list[WriteTask], MetadataHead]:
     load = [0] * len(infos)
     chosen: list[list[int]] = [[] for _ in infos]
@@ -396,13 +417,13 @@ def _spread(
         load[rank] += nbytes
         chosen[rank].append(number)
     for nbytes, key in sorted(shared, key=lambda p: -p[0]):
-        may_differ = kinds.get(key[0]) is CopyKind.FREE
+        may_differ = kinds.get(key[0]) is ReplicaKind.FREE
         rank, number = min(holders[key], key=lambda h: (0 if may_differ else load[h[0]], h[0]))
         load[rank] += nbytes
         chosen[rank].append(number)
     names = [fqn for fqn in first if fqn not in aliases]
     numbers = {fqn: i for i, fqn in enumerate(names)}
-    copies = copy_tasks(
+    replicas = replica_tasks(
         [(fqn, holders[fqn, offsets]) for nbytes, (fqn, offsets) in shared if nbytes],
         kinds,
         len(infos),
@@ -412,7 +433,7 @@ def _spread(
             tuple(sorted(mine)),
             tuple(numbers[infos[r][i].fqn] for i in sorted(mine)),
             len(names),
-            copies[r],
+            replicas[r],
         )
         for r, mine in enumerate(chosen)
     ]
@@ -446,7 +467,7 @@ def _head(
         found = sorted(placed[fqn], key=lambda p: p[0].offsets)
         metadata.tensors[fqn] = TensorMeta(info.dtype, info.shape, [box for box, _ in found])
         metadata.places |= {(fqn, box.offsets): place for box, place in found}
-        chunks = tuple(
+        chunks = ChunkList(
             Chunk(box, Extent(place.file, place.start, place.nbytes, TORCH_ZIP))
             for box, place in found
         )
@@ -465,33 +486,24 @@ def _head(
 def write(
     group: GlooGroup,
     target: Destination,
-    step: int | None,
-    layout: SaveLayout,
+    save: Save,
     memory: Sequence[memoryview],
-    objects: Mapping[str, bytes],
-    jobs: int,
     attempt: str,
-    before_commit: Callable[[], None],
-    overwrite: bool = False,
-    extras: SaveExtras = SaveExtras(),
+    jobs: int,
+    before_commit: Callable[[], None] | None = None,
     progress: Progress | None = None,
 ) -> SaveReport:
     """Writes one checkpoint and makes it visible. All ranks call it with the agreed layout.
 
     Args:
         group: all ranks.
-        target: the new checkpoint. It must not exist, unless `overwrite`.
-        step: its number, for the manifest.
-        layout: from `agree_layout`.
+        target: the new checkpoint. It must not exist, unless the save overwrites.
+        save: of this rank.
         memory: the bytes of this rank's shards, in the order of its task.
-        objects: this rank's objects as archives, in the layout's order.
-        jobs: threads on this rank.
         attempt: id of this attempt, the same on all ranks.
+        jobs: threads on this rank.
         before_commit: called on rank 0 when everything is written. If it raises, nothing is
             committed.
-        overwrite: replace an existing checkpoint once everything is written. Only rank 0's value
-            counts.
-        extras: files to add, and what was left out.
         progress: called with the bytes of each batch that is written, by any thread.
 
     Raises:
@@ -500,26 +512,26 @@ def write(
     """
     what, began = target.url.rpartition("/")[2], time.monotonic()
     notes, digest, not_finite = list[str](), "", list[str]()
-    timing = dict(extras.timing)
+    extras, timing = save.extras, dict(save.extras.timing)
     with ExitStack() as stack:
         with group.phase(f"begin {what}"):
             if group.rank == 0:
-                target.check(overwrite)
-                staged = stack.enter_context(target.stage(attempt, overwrite))
+                target.check(save.overwrite)
+                staged = stack.enter_context(target.stage(attempt, save.overwrite))
         with group.phase(f"write {what}"):
             if group.rank:
                 staged = target.join(attempt)
-            packed = list(objects.values())
             measured: Mapping[str, Moments] = {}
             if extras.measured is not None:
-                names = [layout.names.infos[number].fqn for number in layout.task.shards]
+                infos, numbers = save.layout.names.infos, save.layout.task.shards
+                names = [infos[number].fqn for number in numbers]
                 measured = moments_by_name(names, extras.measured.result())
             part = write_part(
-                layout.file,
+                save.layout.file,
                 target,
                 staged,
                 memory,
-                packed,
+                list(save.objects.values()),
                 jobs,
                 extras.statistics,
                 extras.before,
@@ -527,16 +539,14 @@ def write(
                 progress,
             )
         parts = group.gather(part._replace(shares={}), f"write {what}")
-        fingerprints = group.xor(_fingerprints(layout, part.shares), f"write {what}")
+        fingerprints = group.xor(_fingerprints(save.layout, part.shares), f"write {what}")
         for name in ("write", "fsync"):
             timing[name] = max((p.seconds.get(name, 0.0) for p in parts or [part]), default=0.0)
         laps = Laps()
         with group.phase(f"commit {what}"):
             if group.rank == 0:
-                extras = replace(extras, timing=timing)
-                manifest, notes = _commit(
-                    target, staged, layout, parts, fingerprints, extras, step, before_commit
-                )
+                done = replace(save, extras=replace(extras, timing=timing))
+                manifest, notes = _commit(target, staged, done, parts, fingerprints, before_commit)
                 digest, not_finite = hex64(crc64nvme(manifest.render())), manifest.not_finite
     notes = [*extras.notes, *notes]
     laps.lap("commit")
@@ -547,7 +557,7 @@ def write(
         nbytes,
         seconds,
         notes,
-        step,
+        save.step,
         digest,
         not_finite=not_finite,
         timing=timing | laps.seconds,
@@ -557,40 +567,40 @@ def write(
 def _commit(
     target: Destination,
     staged: Attempt,
-    layout: SaveLayout,
+    save: Save,
     parts: Sequence[RankFile],
     fingerprints: Sequence[int],
-    extras: SaveExtras,
-    step: int | None,
-    before_commit: Callable[[], None],
+    before_commit: Callable[[], None] | None,
 ) -> tuple[Manifest, list[str]]:
     """Writes index, small files and manifest, and publishes. Returns the manifest and notes.
 
     Only rank 0 calls it, with the written parts of all ranks.
     """
-    assert layout.head is not None
+    head, extras = save.layout.head, save.extras
+    assert head is not None
     saved = {
         fqn: (rank, item)
-        for rank, (names, part) in enumerate(zip(layout.head.objects, parts, strict=True))
+        for rank, (names, part) in enumerate(zip(head.objects, parts, strict=True))
         for fqn, item in zip(names, part.objects, strict=True)
     }
     places = {
         fqn: ItemLocation(dcp.data_file_name(rank), item.start, item.nbytes)
         for fqn, (rank, item) in saved.items()
     }
-    index = layout.head.template.render(
+    index = head.template.render(
         places, staged.attempt, lambda file: target.name(file, staged.attempt)
     )
     # last, because in a bucket their names are those of the result that is replaced
     files = write_files(staged, extras.files)
-    before_commit()
-    tensors = _seal(layout.head, fingerprints, parts)
+    if before_commit is not None:
+        before_commit()
+    tensors = _seal(head, fingerprints, parts)
     sealed = {fqn: item for fqn, (_, item) in saved.items()}
     manifest = describe(target, staged, index, parts, tensors, sealed)
     manifest = replace(
         manifest,
         source={"only": extras.only} if extras.only else manifest.source,
-        step=step,
+        step=save.step,
         files={**manifest.files, **files},
         metrics={n: v if math.isfinite(v) else None for n, v in extras.metrics.items()},
         timing={name: round(seconds, 4) for name, seconds in extras.timing.items()},
@@ -612,7 +622,11 @@ def _seal(
     moments: dict[str, Moments] = {}
     for part in parts:
         add_moments(moments, part.moments.items())
-    found = {fqn: one.result() for fqn, one in moments.items()}
+    entries = {
+        fqn: TensorEntry(fqn, BY_NAME[o.dtype], o.shape, ChunkList()) for fqn, o in head.tensors
+    }
+    parts_of_weights = find_quantized(entries) if moments else {}  # they have no magnitudes
+    found = {fqn: one.result() for fqn, one in moments.items() if fqn not in parts_of_weights}
     tensors = {
         fqn: sealed._replace(fingerprint=f"{value:016x}", statistics=found.get(fqn))
         for (fqn, sealed), value in zip(head.tensors, fingerprints, strict=True)

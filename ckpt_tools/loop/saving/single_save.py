@@ -13,18 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckpt_tools.core.laps import Laps
 from ckpt_tools.core.threads import num_threads
+from ckpt_tools.errors import printable
 from ckpt_tools.formats.base import new_attempt
 from ckpt_tools.formats.registry import refuse_file_name
-from ckpt_tools.loop.saving.copies import Proof
-from ckpt_tools.loop.saving.save import RankNames, SaveReport, agree_layout, extras_of, write
+from ckpt_tools.loop.saving.collect import Collector, SaveRequest
+from ckpt_tools.loop.saving.replicas import Proof
+from ckpt_tools.loop.saving.save import Save, SaveReport, write
 from ckpt_tools.loop.state.archives import ReadBack
 from ckpt_tools.loop.state.device_statistics import measure_on_device
-from ckpt_tools.loop.state.pack_objects import pack_objects
-from ckpt_tools.loop.state.shard_info import shard_infos
-from ckpt_tools.loop.state.shards import local_shards
 from ckpt_tools.loop.state.staging import Stager
-from ckpt_tools.loop.state.state_dict import export
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.publish.step_names import number_in
@@ -79,44 +78,20 @@ def save(
     try:
         group.meet("save", f"save({os.fspath(path)!r}{', overwrite=True' * overwrite})")
         with torch.no_grad():
-            with group.phase("collect the state"):
-                if callable(files):
-                    files = files() if group.rank == 0 else None
-                extras = extras_of(only, files, metrics, statistics)
-                exported = export(state, only=only)
-                shards = local_shards(exported.tensors)
-                objects, paths = pack_objects(exported, group.rank)
-                ReadBack().check(objects)
-            values = (*exported.objects, *(f"{name} (PerRank)" for name in exported.per_rank))
-            names = RankNames(shard_infos(shards), tuple(objects), values, paths, exported.kinds)
-            layout = agree_layout(group, names, proof)
-            notes = layout.copies.prove(group, [shard.tensor for shard in shards])
-            extras = replace(extras, notes=notes)
+            what = printable(os.path.basename(os.fspath(path).rstrip("/")))
+            request = SaveRequest(what, False, state, only, files, metrics, statistics)
+            found = Collector(group, proof).collect(request, Laps())
+            extras = found.extras
             with group.phase("copy the state"):
-                tensors = [shards[i].tensor for i in layout.task.shards]
+                ReadBack().check(found.objects)
                 if statistics:
-                    extras = replace(extras, measured=measure_on_device(tensors))
-                memory = Stager().live(tensors).wait()
+                    extras = replace(extras, measured=measure_on_device(found.tensors))
+                memory = Stager().live(found.tensors).wait()
         target = open_destination(path, storage_options)
         step = number_in(target.url.rstrip("/").rpartition("/")[2])
         attempt = group.broadcast(new_attempt(), "begin")
         num_jobs = num_threads(jobs, is_beside_training=True)
-        return write(
-            group,
-            target,
-            step,
-            layout,
-            memory,
-            objects,
-            num_jobs,
-            attempt,
-            _nothing,
-            overwrite,
-            extras,
-        )
+        one = Save(step, found.layout, found.objects, overwrite, extras)
+        return write(group, target, one, memory, attempt, num_jobs)
     finally:
         group.close()
-
-
-def _nothing() -> None:
-    """Stands in for the check of a run's lock: a single checkpoint has none."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.catalog import Catalog, Chunk, ChunkList, Extent, TensorEntry
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.laps import Laps
@@ -19,7 +19,6 @@ from ckpt_tools.engine.execute import Progress, execute_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Batch, schedule, tile_bytes
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.engine.statistics import Moments
-from ckpt_tools.errors import StorageError
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation
 from ckpt_tools.loop.state.shard_info import ShardInfo
@@ -90,7 +89,8 @@ def plan_file(rank: int, pieces: Sequence[ShardInfo]) -> FilePlan:
             Chunk(piece.box, Extent(str(number), 0, piece.box.numel * dtype.itemsize))
         )
     entries = {
-        p.fqn: TensorEntry(p.fqn, BY_NAME[p.dtype], p.shape, tuple(chunks[p.fqn])) for p in pieces
+        p.fqn: TensorEntry(p.fqn, BY_NAME[p.dtype], p.shape, ChunkList(chunks[p.fqn]))
+        for p in pieces
     }
     target = Target(
         dcp.NAME,
@@ -192,7 +192,7 @@ def describe(
     tensors: Mapping[str, SealedTensor],
     objects: Mapping[str, SavedObject],
 ) -> Manifest:
-    """Checks every rank's file, and returns the manifest of the checkpoint.
+    """Returns the manifest of a checkpoint from every rank's file.
 
     Args:
         target: the checkpoint to be.
@@ -201,27 +201,12 @@ def describe(
         parts: the file of every rank.
         tensors: the sealed tensors, with known fingerprints.
         objects: the objects of all ranks, by name.
-
-    Raises:
-        StorageError: a file is missing or differs from what its rank wrote.
     """
     files: dict[str, SealedFile] = {}
-    found = staged.sizes_of(
-        [
-            target.name(dcp.data_file_name(rank), staged.attempt)
-            for rank, part in enumerate(parts)
-            if part.nbytes
-        ]
-    )
     for rank, part in enumerate(parts):
         name = target.name(dcp.data_file_name(rank), staged.attempt)
         if not part.nbytes:
             continue
-        if found.get(name, 0) != part.nbytes:
-            raise StorageError(
-                f"a file is not what its rank wrote: expected {part.nbytes} bytes, got"
-                f" {found.get(name, 0)} ({name})"
-            )
         files[name] = seal_file(part.nbytes, part.crc64, part.ranges)
     return Manifest.now(
         staged.attempt,
@@ -240,8 +225,10 @@ def commit(staged: Attempt, manifest: Manifest, index: bytes) -> list[str]:
     """Publishes a checkpoint; returns notes.
 
     Raises:
-        StorageError: it failed. Then nothing is visible.
+        StorageError: it failed, or a file is not what its rank wrote. Then nothing is visible.
     """
     return staged.publish(
-        Literal(file_name(staged.attempt), 0, manifest.render()), Literal(dcp.LOOKS_FOR, 0, index)
+        Literal(file_name(staged.attempt), 0, manifest.render()),
+        Literal(dcp.LOOKS_FOR, 0, index),
+        {name: file.nbytes for name, file in manifest.files.items()},
     )

@@ -24,8 +24,9 @@ from ckpt_tools.errors import (
     UnsafePickleError,
     printable,
 )
+from ckpt_tools.formats.builder import UnreadValues
 from ckpt_tools.formats.pickle.state import TensorView
-from ckpt_tools.formats.torch_save import UnreadValues, read_leaves
+from ckpt_tools.formats.torch_save import read_leaves
 from ckpt_tools.loop.state.objects import Key, Structure, decode_object, encode_object
 from ckpt_tools.storage import MemoryStore
 

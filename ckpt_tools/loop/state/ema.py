@@ -16,21 +16,23 @@ from torch import nn
 from ckpt_tools.core.naming import strip_wrappers
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.state.late_staging import hold_all
+from ckpt_tools.loop.state.shards import has_own_memory
 
 _LOW = (torch.bfloat16, torch.float16)
 _APPLIED: weakref.WeakSet[Ema] = weakref.WeakSet()  # whose average lies in the model now
 
 
-def refuse_applied(modules: Iterable[nn.Module]) -> None:
-    """Refuses a state while an average lies in one of its modules.
+def refuse_applied(tensors: Iterable[torch.Tensor]) -> None:
+    """Refuses tensors that are the memory of a model while an average lies in it.
 
     A save would store the average as the model, and a resume would be overwritten.
 
     Raises:
         PlanError: an `Ema` is applied.
     """
-    averaged = {id(p) for ema in _APPLIED for p in ema._params.values()}
-    if averaged and any(id(p) in averaged for module in modules for p in module.parameters()):
+    averaged = {_local(p).data_ptr() for ema in _APPLIED for p in ema._params.values()} - {0}
+    local = map(_local, tensors) if averaged else ()
+    if any(has_own_memory(t) and t.data_ptr() in averaged for t in local):
         raise PlanError(
             "the model has the values of its average: this is within `with ema.applied()`",
             hint="save and resume outside of that block, where the model has its own values",

@@ -5,15 +5,18 @@ Imports torch.
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from ckpt_tools.errors import PlanError
+from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.state.modules import load_module
 from ckpt_tools.loop.state.objects import (
     Key,
@@ -101,7 +104,7 @@ def set_state_of_rank(value: Any, state: Any, path: Key) -> Any:
 
 def restore(
     state: MutableMapping[str, Any], values: Mapping[str, Any], paths: Mapping[str, Key]
-) -> list[str]:
+) -> tuple[list[str], list[str]]:
     """Restores values: objects with their own state load in place, plain values are replaced.
 
     Args:
@@ -111,12 +114,13 @@ def restore(
         paths: from `export`.
 
     Returns:
-        The names of values that a module has exported and does not take back.
+        The names of values that a module has exported and does not take back; and notes on plain
+        values that have lost entries, as the checkpoint has fewer.
     """
     whole, at = _join_structures(values, {name: paths[name] for name in values})
     restorer = _Restorer(holders_of(state))
     restorer.visit(state, unflatten_state_dict(whole, at), ())
-    return restorer.left
+    return restorer.left, restorer.notes
 
 
 def _join_structures(
@@ -148,6 +152,7 @@ class _Restorer:
     def __init__(self, holders: StateOwners) -> None:
         self.holders = holders
         self.left: list[str] = []  # names that a module has exported and does not take back
+        self.notes: list[str] = []
 
     def visit(self, owner: Any, given: Any, path: Key) -> None:
         """Restores the entries of a container."""
@@ -174,12 +179,58 @@ class _Restorer:
                     f" {type(new).__name__} there",
                     hint="it was saved under another key, or the state was another one",
                 )
+            if isinstance(value, LRScheduler):
+                self.notes += _changed_scheduler(value, new, path)
             with calling("load_state_dict", value, path):
                 value.load_state_dict(new)
         elif not is_plain(value):
             self.visit(value, new, path)
-        elif (made := _into(value, new)) is not value:
-            owner[key] = made
+        else:
+            if num_lost := _num_lost(value, new):
+                self.notes.append(
+                    f"{shown(path)}: {num_lost} entries of the state are not in the checkpoint, and"
+                    " are gone"
+                )
+            if (made := _into(value, new)) is not value:
+                owner[key] = made
+
+
+def _changed_scheduler(scheduler: LRScheduler, new: Any, path: Key) -> list[str]:
+    """Returns notes on a scheduler whose class or arguments are not those of the checkpoint.
+
+    `load_state_dict` takes every attribute from the checkpoint, as torch does.
+    """
+    with calling("state_dict", scheduler, path):
+        mine = scheduler.state_dict()
+    if not isinstance(new, Mapping) or not isinstance(mine, Mapping):
+        return []
+    notes = []
+    # the private keys differ between releases of torch, and old ones had `verbose`
+    differing = (mine.keys() ^ new.keys()) - {"verbose"}
+    if other := sorted(str(key) for key in differing if not str(key).startswith("_")):
+        notes.append(
+            f"{shown(path)}: another scheduler was saved; only one of the two has"
+            f" {printable(', '.join(other))}"
+        )
+    given = inspect.signature(type(scheduler).__init__).parameters.keys() - {"last_epoch"}
+    for key in sorted(given & mine.keys() & new.keys()):
+        ours, theirs = mine[key], new[key]
+        if repr(ours) != repr(theirs) and (torch.is_tensor(ours) or ours != theirs):
+            notes.append(
+                f"{shown(path)}: {key} = {printable(repr(theirs))} is loaded, in place of"
+                f" {printable(repr(ours))}, which this job gave"
+            )
+    return notes
+
+
+def _num_lost(old: Any, new: Any) -> int:
+    """Returns how many entries of plain dicts and lists the loaded value lacks, on all levels."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        return sum(_num_lost(old[key], new[key]) if key in new else 1 for key in old)
+    if isinstance(old, list) and isinstance(new, list):
+        lost = sum(_num_lost(o, n) for o, n in zip(old, new, strict=False))
+        return lost + max(0, len(old) - len(new))
+    return 0
 
 
 def _into(old: Any, new: Any) -> Any:

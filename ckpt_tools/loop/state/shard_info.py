@@ -13,7 +13,7 @@ from ckpt_tools.core.box import Box
 from ckpt_tools.loop.state.shards import Shard, alias_key
 
 
-class CopyKind(StrEnum):
+class ReplicaKind(StrEnum):
     """What a difference between the copies of a tensor on several ranks means."""
 
     EQUAL = "equal"  # an error

@@ -13,7 +13,7 @@ import torch
 
 from ckpt_tools.loop.state.objects import Key
 from ckpt_tools.loop.state.optimizers import StateOwners
-from ckpt_tools.loop.state.shard_info import CopyKind, ShardInfo, shard_infos
+from ckpt_tools.loop.state.shard_info import ReplicaKind, ShardInfo, shard_infos
 from ckpt_tools.loop.state.shards import local_part, local_shards
 from ckpt_tools.loop.state.unchanged import Guard
 
@@ -27,7 +27,7 @@ class KnownExport(NamedTuple):
     guard: Guard
     tensors: Mapping[str, torch.Tensor]
     paths: Mapping[str, Key]
-    kinds: Mapping[str, CopyKind]
+    kinds: Mapping[str, ReplicaKind]
 
 
 class RankShards(NamedTuple):
@@ -48,7 +48,7 @@ class _KeptNames(NamedTuple):
     guard: Guard
     names: tuple[str, ...]
     paths: Mapping[str, Key]
-    kinds: Mapping[str, CopyKind]
+    kinds: Mapping[str, ReplicaKind]
 
 
 class StateCache:
@@ -94,7 +94,7 @@ class StateCache:
         guard: Guard | None,
         names: Sequence[str],
         paths: Mapping[str, Key],
-        kinds: Mapping[str, CopyKind],
+        kinds: Mapping[str, ReplicaKind],
     ) -> None:
         """Keeps the names of an export, if there is a guard for it."""
         if guard is not None:

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from ckpt_tools.core.catalog import is_valid_name
-from ckpt_tools.core.naming import WRAPPERS
+from ckpt_tools.core.naming import WRAPPERS, is_norm_buffer, is_optimizer_state
 from ckpt_tools.errors import CheckpointError, PlanError, printable
 from ckpt_tools.loop.state.ema import Ema, refuse_applied
 from ckpt_tools.loop.state.modules import module_state, plain_parameter_names
@@ -49,7 +49,7 @@ from ckpt_tools.loop.state.optimizers import (
     extra_of,
     is_container,
 )
-from ckpt_tools.loop.state.shard_info import CopyKind
+from ckpt_tools.loop.state.shard_info import ReplicaKind
 from ckpt_tools.loop.state.shards import has_own_memory, is_meta, is_sharded, local_part
 from ckpt_tools.loop.state.state_cache import KnownExport, StateCache
 from ckpt_tools.loop.state.unchanged import ModuleGuard, OptimizerGuard
@@ -172,7 +172,7 @@ class ExportedState:
     fresh: list[Key] = field(default_factory=list)
     frozen: set[str] = field(default_factory=set)
     of_modules: set[str] = field(default_factory=set)
-    kinds: dict[str, CopyKind] = field(default_factory=dict)
+    kinds: dict[str, ReplicaKind] = field(default_factory=dict)
     owners: StateOwners = field(default_factory=lambda: StateOwners((), (), ()))
 
     def leave_out(self, accepts: Callable[[str], bool]) -> None:
@@ -190,6 +190,12 @@ def flat_name(path: Key) -> str:
 def name_of_rank(name: str, rank: int) -> str:
     """Returns the name under which one rank's own value is stored."""
     return f"{name}.{_RANK}{rank}"
+
+
+def value_of_ranks(stored: str) -> str:
+    """Returns the name to which `name_of_rank` has added a rank; "" if there is none."""
+    place, _, last = stored.rpartition(f".{_RANK}")
+    return place if last.isdecimal() else ""
 
 
 # ---- what is in a state --------------------------------------------------------------------------
@@ -328,12 +334,14 @@ def export(
     check_state(state)
     _check_nesting(state, (), ())
     owners = holders_of(state)
-    refuse_applied(module for _, module in owners.modules)
+    refuse_applied(p for _, module in owners.modules for p in module.parameters())
     exporter = _Exporter(owners, stored, bool(only), cache)
     if cache is not None:
         cache.begin(exporter.holders)
     exporter.result.roots = {str(key) for key in state}
     exporter.visit_container(state, ())
+    refuse_applied(exporter.result.tensors.values())
+    exporter.judge_own_tensors()
     exporter.check_meta()
     exporter.check_names()
     result = exporter.result
@@ -370,6 +378,7 @@ class _Exporter:
         self.cache, self.reused = cache, set[str]()
         self.is_partial = is_partial  # only a part of each module is wanted
         self.trained: set[object] | None = None  # where parameters lie, once that is asked for
+        self.own_names: list[str] = []  # of tensors of the state itself
 
     def visit(self, value: Any, path: Key) -> None:
         """Exports a value of the state itself."""
@@ -428,7 +437,37 @@ class _Exporter:
             self.trained = {_place(p) for module in modules for p in module.parameters()}
         for name, tensor in found:
             if _place(tensor) not in self.trained:
-                self.result.kinds[name] = CopyKind.FREE
+                self.result.kinds[name] = ReplicaKind.FREE
+
+    def _trained_in(self, value: Any, first: int) -> set[str]:
+        """Returns the names exported by an object since that every rank must have alike.
+
+        They are parameters of modules that it holds, and the state of optimizers, by its name.
+        """
+        held = [m for m in getattr(value, "__dict__", {}).values() if isinstance(m, nn.Module)]
+        places = {_place(p) for module in held for p in module.parameters()}
+        return {
+            name
+            for name, tensor in islice(self.result.tensors.items(), first, None)
+            if is_optimizer_state(name) or (places and _place(tensor) in places)
+        }
+
+    def judge_own_tensors(self) -> None:
+        """Lets no tensor of the state itself differ, also where a module holds it as a buffer.
+
+        But the `state_dict` of a module has the buffers of its norms, which honest jobs let differ.
+        """
+        tensors, kinds = self.result.tensors, self.result.kinds
+        free = {n for n in self.own_names if is_norm_buffer(n) and not is_sharded(tensors[n])}
+        for name in free:
+            kinds.setdefault(name, ReplicaKind.FREE)
+        own = {_place(tensors[name]) for name in self.own_names if name not in free}
+        if own:
+            self.result.kinds = {
+                name: kind
+                for name, kind in kinds.items()
+                if kind is not ReplicaKind.FREE or _place(tensors[name]) not in own
+            }
 
     def _visit_optimizer(self, optimizer: Optimizer, path: Key) -> None:
         with calling("state_dict", optimizer, path):
@@ -442,7 +481,7 @@ class _Exporter:
             self.emit(found.values["state"], (*path, "state"))
         tensors = dict(islice(self.result.tensors.items(), before, None))
         for keys in found.local:
-            self.result.kinds[flat_name((*path, "state", *keys))] = CopyKind.LOCAL
+            self.result.kinds[flat_name((*path, "state", *keys))] = ReplicaKind.LOCAL
         self.emit({k: v for k, v in found.values.items() if k != "state"}, path, is_root=True)
         if self.cache is not None:
             names = [group["params"] for group in found.values["param_groups"]]
@@ -510,10 +549,12 @@ class _Exporter:
             before = len(self.result.tensors)
             self.emit(exported, path)
             if not isinstance(value, Optimizer | Ema):
-                self._let_differ(before)
+                self._let_differ(before, self._trained_in(value, before))
         else:
             self.result.own.append(path)
+            before = len(self.result.tensors)
             self.emit(value, path)
+            self.own_names += islice(self.result.tensors, before, None)
 
     def emit(self, value: Any, path: Key, is_root: bool = False) -> None:
         """Names the leaves of an exported value, as DCP does.

@@ -19,29 +19,29 @@ from ckpt_tools.loop.steps.waiting import wait_for_thread, with_hint
 from ckpt_tools.operations.copy import copy
 from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.manifest import Manifest
-from ckpt_tools.publish.retention_rules import Retention
-from ckpt_tools.publish.rollback_notes import RollbackNote, remove_note, write_note
-from ckpt_tools.publish.run_root import RunRoot, log_leftovers
 from ckpt_tools.publish.step_names import STEP_PATTERNS, step_name
-from ckpt_tools.publish.steps import (
-    Step,
-    damage,
-    find_latest,
-    find_step,
-    list_newer,
-    list_steps,
-    refuse_unreadable,
-    rollbacks,
-)
+from ckpt_tools.run.base import RunRoot, log_leftovers
+from ckpt_tools.run.retention import Retention
+from ckpt_tools.run.rollback import RollbackNote, remove_note, write_note
+from ckpt_tools.run.step import Step, damage, refuse_unreadable
+from ckpt_tools.run.steps import RunListing, find_latest, list_steps
 from ckpt_tools.storage import LocalStore
 
 
 class Retained(NamedTuple):
-    """The rules of a run, the numbers of steps that always stay, and the unusable steps."""
+    """Which steps of a run stay.
+
+    Attributes:
+        rules: of its retention.
+        protected: numbers of steps that always stay.
+        passed: paths of unusable steps.
+        resumed: the step that was loaded, until a newer one is committed.
+    """
 
     rules: Retention
     protected: set[int]
     passed: Container[str]
+    resumed: Path | str | None
 
 
 class Mirror:
@@ -66,7 +66,6 @@ class Mirror:
         self.there, self.every, self._retained = there, every, retained
         self.error: CheckpointError | None = None
         self._newest: tuple[str, str] | None = None  # of the copies: name and attempt
-        self.resumed: Path | str | None = None
         self._root: RunRoot | None = None
         self._told: set[str] = set()
         self._is_known = False  # whether the store has been listed
@@ -116,7 +115,7 @@ class Mirror:
         return list_steps(self._root) if self._root is not None else []
 
     def _rollbacks(self) -> list[tuple[RollbackNote, bool]]:
-        return rollbacks(self._root) if self._root is not None else []
+        return RunListing(self._root).rollbacks if self._root is not None else []
 
     def _has_pending_rollback(self) -> bool:
         """Tells whether a rollback is in effect on the disk but not yet in the mirror."""
@@ -197,7 +196,7 @@ class Mirror:
             )
         if manifest is not None:
             self._refuse_older(manifest, notes)
-        there = find_step(self.there, path.name)
+        there = RunListing(self.there).find(path.name)
         if (
             there is not None
             and manifest is not None
@@ -242,7 +241,7 @@ class Mirror:
         superseded = {pair for note in notes for pair in note.pairs}
         superseded |= {(step.name, step.attempt) for step in self._steps()}  # of this run
         passed, number = self._retained().passed, manifest.step or 0
-        for step in list_newer(self.there, number):
+        for step in RunListing(self.there).newer(number):
             is_left = (step.name, step.attempt) in superseded or str(step.path) in passed
             refuse_unreadable([step], "whether the mirror is ahead of this run")
             if step.problem or step.manifest is None or is_left:
@@ -259,11 +258,10 @@ class Mirror:
     def _retain(self) -> None:
         """Removes old steps, but none whose original is pinned. A failure is only a warning."""
         pinned = [self.there.step_path(step.name) for step in self._steps() if step.is_pinned]
-        rules, protected, passed = self._retained()
+        rules, protected, passed, resumed = self._retained()
         best = [self.there.step_path(step_name(n, f)) for n in protected for f in STEP_PATTERNS]
-        kept = [*([self.resumed] if self.resumed else []), *pinned, *best]
-        if retain(self.there, rules, kept, self._told, passed):
-            self.resumed = None
+        kept = [*([resumed] if resumed else []), *pinned, *best]
+        retain(self.there, rules, kept, self._told, passed)
 
     def wait(self) -> None:
         """Waits until nothing is left to copy; logs this after 5 s and then every minute."""
@@ -293,7 +291,7 @@ class Mirror:
 
     def _is_there(self, name: str, attempt: str) -> bool:
         try:
-            step = find_step(self.there, name)
+            step = RunListing(self.there).find(name)
         except StorageError as error:
             log.warning("the mirror cannot be listed at the end: %s", with_hint(error))
             return True  # it was there after its copy

@@ -7,28 +7,20 @@ from __future__ import annotations
 
 import datetime as dt
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, StorageError, printable
-from ckpt_tools.formats.base import PIN
 from ckpt_tools.operations.thin import thin_steps
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.find_manifest import find_manifest
-from ckpt_tools.publish.reasons_to_stay import MAX_NAMES, files_to_keep, reason_to_stay
-from ckpt_tools.publish.retention_rules import Retention, has_metric, newest_finite
-from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.steps import (
-    Step,
-    find_step,
-    lasting_damage,
-    look_at,
-    refuse_unreadable,
-    survey,
-)
+from ckpt_tools.run.base import RunRoot
+from ckpt_tools.run.reasons import MAX_NAMES, files_to_keep, reason_to_stay
+from ckpt_tools.run.retention import Retention, has_metric, sound_steps
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import Step, look, look_at, refuse_unreadable
+from ckpt_tools.run.steps import RunListing, list_steps, no_steps, runs_below
 from ckpt_tools.storage import is_url, local_path, open_store
 from ckpt_tools.transfer.options import Reading
 
@@ -109,21 +101,32 @@ def prune_steps(
             removed.
 
     Raises:
-        NotACheckpointError: there is no such directory.
-        StorageError: it cannot be listed.
+        NotACheckpointError: there is no such directory, or runs lie below it.
+        StorageError: it cannot be listed, or is read-only.
     """
     if not root.exists():
         raise NotACheckpointError(f"not a directory: {printable(str(root.path))}")
-    steps, needed = survey(root)
+    root.check_writable()  # so that a dry run promises nothing that cannot be done
+    found = RunListing(root)
+    steps = found.steps
+    if not steps and runs_below(str(root.path)):
+        raise no_steps(str(root.path))
     unreadable: dict[str, str] = {}
-    to_remove, damaged = _choose(
-        [step for step in steps if str(step.path) not in passed],
-        lambda counted: removable(counted, rules, kept),
-        {None: _needed, True: rules.reasons_beside, False: _none}[reads],
-        unreadable,
-    )
+    damaged: dict[str, str] = {}
+
+    def needed_to_stay(steps: Sequence[Step]) -> Iterator[Step]:
+        gone = removable(steps, rules, kept)
+        if not gone or reads is False:
+            return iter(())
+        stay = [step for step in steps if step.counts and step not in gone]
+        beside = rules if reads else Retention(last=1)
+        return (step for step, _ in beside.reasons_beside(stay))
+
+    left = [step for step in steps if str(step.path) not in passed]
+    to_remove = removable(sound_steps(left, needed_to_stay, damaged, unreadable), rules, kept)
     if to_remove and reads is not False:  # reading takes long: a job may have gone back since
-        steps, needed = survey(root)
+        found = RunListing(root)
+        steps = found.steps
         wrong = {*damaged, *unreadable}
         left = [s for s in steps if str(s.path) not in passed and str(s.path) not in wrong]
         now = {(s.name, s.attempt) for s in removable(left, rules, kept)}
@@ -135,12 +138,27 @@ def prune_steps(
     for step in steps:
         if step.twin:
             result.kept[str(step.path)] = step.twin_note
+    _remove_all(root, to_remove, found.waited_for, dry_run, result)
+    return result
+
+
+def _remove_all(
+    root: RunRoot, steps: Sequence[Step], needed: Container[str], dry_run: bool, result: Pruned
+) -> None:
+    """Removes steps but those with a reason to stay, and notes what became of each.
+
+    Args:
+        root, dry_run: as for `prune_steps`.
+        steps: the steps.
+        needed: names of the first steps of new branches.
+        result: gets the notes.
+    """
     try:
-        links = root.links() if to_remove else []
+        links = root.links() if steps else []
     except StorageError as error:  # a link that nobody can see may lead to any of them
-        result.failed.update({str(s.path): f"it may be linked: {error}" for s in to_remove})
-        return result
-    for step in to_remove:
+        result.failed.update({str(s.path): f"it may be linked: {error}" for s in steps})
+        return
+    for step in steps:
         try:
             if reason := (
                 "the first step of a new branch"
@@ -154,7 +172,6 @@ def prune_steps(
             result.removed.append(step)
         except CheckpointError as error:
             result.failed[str(step.path)] = str(error)
-    return result
 
 
 def retain(
@@ -204,65 +221,21 @@ def _thin(root: RunRoot, rules: Retention, kept: Iterable[Path | str], told: set
     held = {str(path) for path in kept}
     options: Reading = {"storage_options": root.options, "jobs": 1}
     try:
-        result = thin_steps(root, rules.full, held=held, reads=False, options=options)
+        result = thin_steps(
+            root, list_steps(root), rules.full, held=held, reads=False, options=options
+        )
     except (CheckpointError, OSError) as error:
         log.warning("could not thin old steps: %s", error)
         return False
     for step in result.thinned:
         log.info("thinned %s: no %s", step.path, ", ".join(step.dropped))
+        if step.stays:
+            log.warning("thinned %s, but %s", step.path, step.stays)
     for path, text in result.failed.items():
         if (line := f"could not thin {path}: {text}") not in told:
             log.warning("%s", line)
             told.add(line)
     return not result.failed
-
-
-def _needed(steps: Sequence[Step]) -> Iterator[tuple[Step, str]]:
-    """Yields the newest step, and the newest steps that are not known to have NaN or infinity."""
-    yield from ((step, "the newest") for step in steps[-1:])
-    yield from newest_finite(steps)
-
-
-def _none(steps: Sequence[Step]) -> Iterator[tuple[Step, str]]:
-    del steps
-    return iter(())
-
-
-def _choose(
-    steps: Sequence[Step],
-    rule: Callable[[list[Step]], list[Step]],
-    to_read: Callable[[Sequence[Step]], Iterable[tuple[Step, str]]],
-    unreadable: dict[str, str],
-) -> tuple[list[Step], dict[str, str]]:
-    """Returns the sound steps that the rule allows to remove, and the problems of damaged steps.
-
-    Args:
-        steps: of a run.
-        rule: returns the steps to remove.
-        to_read: returns those of the steps that stay which must be sound.
-        unreadable: gets those that cannot be read, with the error.
-    """
-    damaged: dict[str, str] = {}
-    sound: set[str] = set()
-    while True:
-        steps = [s for s in steps if str(s.path) not in {*damaged, *unreadable}]
-        to_remove = rule(list(steps))
-        left = [s for s in steps if s.counts and s not in to_remove]
-        doubtful = (step for step, _ in to_read(left))
-        step = next((s for s in doubtful if str(s.path) not in sound), None)
-        if not to_remove or step is None:
-            return to_remove, damaged
-        try:
-            problem = lasting_damage(step)
-        except StorageError as error:
-            unreadable[str(step.path)] = str(error)
-            continue
-        if problem is None:
-            steps = [s for s in steps if s is not step]  # another process has removed it
-            continue
-        if problem:
-            damaged[str(step.path)] = problem
-        sound.add(str(step.path))
 
 
 def remove_named(root: RunRoot, name: str) -> str | None:
@@ -313,7 +286,7 @@ def pin_step(path: Path | str, options: Options = None, removes: bool = False) -
     full = where if is_url(where) else os.path.abspath(local_path(where))
     folder, _, name = full.rpartition("/")
     root = open_root(folder or "/", options)
-    step = find_step(root, name)
+    step = RunListing(root).find(name)
     if step is None:
         raise NotACheckpointError(
             f"no step of a run: {printable(where)}", hint="a step is named like RUN/step-00000100"
@@ -346,11 +319,9 @@ def _changed(root: RunRoot, name: str, attempt: str) -> str | None:
 
     A job that goes back to an older step writes its numbers anew.
     """
-    store = root.step_store(name)
-    try:
-        manifest = find_manifest(store)
-        if manifest is None or manifest.attempt != attempt:
-            return "another save has taken its place"
-        return "it was pinned a moment ago" if PIN in store.list_files() else None
-    finally:
-        store.close()
+    now = look(root, None, root.step_store(name))
+    if now.error is not None:
+        raise now.error
+    if now.attempt != attempt:
+        return "another save has taken its place"
+    return "it was pinned a moment ago" if now.is_pinned else None

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import printable
 from ckpt_tools.operations.copy import copy
-from ckpt_tools.publish.rollback_notes import RollbackNote, remove_note, write_note
-from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.steps import Step, list_steps, refuse_unreadable, rollbacks
+from ckpt_tools.run.base import RunRoot
+from ckpt_tools.run.rollback import RollbackNote, remove_note, write_note
+from ckpt_tools.run.step import Step, refuse_unreadable
+from ckpt_tools.run.steps import RunListing, list_steps
 
 
 def newer_than(steps: Iterable[Step], number: int) -> dict[str, str]:
@@ -55,14 +56,14 @@ def complete(root: RunRoot) -> None:
     Raises:
         StorageError: a step cannot be moved; the next call tries again.
     """
-    for note, is_in_effect in rollbacks(root):
+    for note, is_in_effect in RunListing(root).rollbacks:
         if not is_in_effect:  # one job saves at a time, so a dead job left this note
             _restore_names(root, note)
             remove_note(root, note)
             continue
         if not note.is_committed:
             write_note(root, note.committed)
-        for step in list_steps(root, with_superseded=True):
+        for step in RunListing(root).all_steps:
             if note.supersedes(step.name, step.attempt):
                 _set_aside(root, step, note)
         if not root.keeps_notes:
@@ -103,7 +104,7 @@ def _move(root: RunRoot, old: str, new: str) -> None:
 
 def _restore_names(root: RunRoot, note: RollbackNote) -> None:
     """Restores the name of a step that made way for a save that was never committed."""
-    steps = list_steps(root, with_superseded=True)
+    steps = RunListing(root).all_steps
     there = {step.name for step in steps}
     for step in steps:
         name, _, attempt = step.name.partition(".superseded-")

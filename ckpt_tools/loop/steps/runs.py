@@ -9,10 +9,10 @@ from typing import Any
 from ckpt_tools.errors import PlanError
 from ckpt_tools.loop.steps.retention import Pruned, prune_steps
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.publish import steps as run_steps
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.retention_rules import Retention, check_rules, refuse_unknown_metric
-from ckpt_tools.publish.steps import Step
+from ckpt_tools.run import steps as run_steps
+from ckpt_tools.run.retention import Retention, check_rules, refuse_unknown_metric
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import Step
 
 Root = str | os.PathLike[str]
 

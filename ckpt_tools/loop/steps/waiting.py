@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from itertools import count
 from typing import TypeVar
 
 from ckpt_tools.core.logs import log
@@ -29,6 +28,64 @@ def pause_of(attempt: int) -> float:
     return float(min(2.0**attempt, _LONGEST_PAUSE_S))
 
 
+class Outage:
+    """The retries of one operation while the store cannot be reached.
+
+    The time counts from the first failure: a long save may have worked for an hour before it.
+    """
+
+    def __init__(self, retry_s: float) -> None:
+        """Stores the seconds of retries after the first failure."""
+        self._retry_s, self._deadline, self._num_tries = retry_s, float("inf"), 0
+
+    @property
+    def left_s(self) -> float:
+        """Returns the seconds in which a further try may begin."""
+        return max(0.0, min(self._retry_s, self._deadline - time.monotonic()))
+
+    def _begin(self) -> None:
+        """Notes a failure."""
+        self._num_tries += 1
+        self._deadline = min(self._deadline, time.monotonic() + self._retry_s)
+
+    def waits(self, error: StorageError, what: str) -> bool:
+        """Waits before the next try of this process alone; returns whether there is one.
+
+        Args:
+            error: of the try that has failed.
+            what: names it in the log.
+        """
+        self._begin()
+        if not error.is_transient or not (left := self.left_s):
+            return False
+        log.warning("%s: %s; trying again for %.0f s", what, with_hint(error), left)
+        time.sleep(min(pause_of(self._num_tries - 1), left))
+        return True
+
+    def tries_again(self, group: GlooGroup, error: BaseException, what: str) -> bool:
+        """Returns on all ranks whether to retry after an outage of the store, and waits before.
+
+        Args:
+            group: all ranks; each has an error.
+            error: the error of this rank.
+            what: names it in the log.
+        """
+        self._begin()
+        mine = is_outage(error)
+        try:
+            votes = [mine or isinstance(error, PeerError), mine, self.left_s > 0]
+            passing, outages, on_time = group.sum(votes, "decide whether to try again")
+        except PeerError:
+            return False
+        if not outages or passing < group.size or on_time < group.size:
+            return False
+        if group.rank == 0:
+            text = with_hint(error)
+            log.warning("%s: %s; trying again for %.0f s", what, text, self.left_s)
+        time.sleep(pause_of(self._num_tries - 1))
+        return True
+
+
 def retry_outage(what: str, call: Callable[[], T], retry_s: float) -> T:
     """Calls a function, and retries it while the store cannot be reached.
 
@@ -40,18 +97,13 @@ def retry_outage(what: str, call: Callable[[], T], retry_s: float) -> T:
     Raises:
         StorageError: it failed for another reason, or for too long.
     """
-    deadline = None
-    for attempt in count():
+    outage = Outage(retry_s)
+    while True:
         try:
             return call()
         except StorageError as error:
-            deadline = deadline or time.monotonic() + retry_s
-            left = deadline - time.monotonic()
-            if not error.is_transient or left <= 0:
+            if not outage.waits(error, what):
                 raise
-            log.warning("%s: %s; trying again for %.0f s", what, with_hint(error), left)
-            time.sleep(min(pause_of(attempt), left))
-    raise AssertionError
 
 
 def is_outage(error: BaseException) -> bool:
@@ -74,8 +126,8 @@ def wait_for_thread(find: Callable[[], threading.Thread | None], what: str) -> N
             wait_s = NEXT_WORD_S
 
 
-def wait_for(running: Future[T], what: str) -> T:
-    """Waits for a background task; logs this after 5 s and then every minute."""
+def wait_for(running: Future[T], what: str, logs: bool = True) -> T:
+    """Waits for a background task; logs this, if it may, after 5 s and then every minute."""
     began, wait_s = time.monotonic(), FIRST_WORD_S
     while True:
         try:
@@ -83,33 +135,6 @@ def wait_for(running: Future[T], what: str) -> T:
         except TimeoutError:
             if running.done():
                 return running.result()
-            log.warning("waiting for %s, for %.0f s so far", what, time.monotonic() - began)
+            if logs:
+                log.warning("waiting for %s, for %.0f s so far", what, time.monotonic() - began)
             wait_s = NEXT_WORD_S
-
-
-def tries_again(
-    group: GlooGroup, error: BaseException, deadline: float, what: str, num_tries: int
-) -> bool:
-    """Returns on all ranks whether to retry after an outage of the store, and waits before that.
-
-    Args:
-        group: all ranks; each has an error.
-        error: the error of this rank.
-        deadline: time of the monotonic clock after which there is no retry.
-        what: names it in the log.
-        num_tries: number of tries so far.
-    """
-    mine = is_outage(error)
-    try:
-        votes = [mine or isinstance(error, PeerError), mine, time.monotonic() < deadline]
-        passing, outages, on_time = group.sum(votes, "decide whether to try again")
-    except PeerError:
-        return False
-    if not outages or passing < group.size or on_time < group.size:
-        return False
-    if group.rank == 0:
-        log.warning(
-            "%s: %s; trying again for %.0f s", what, with_hint(error), deadline - time.monotonic()
-        )
-    time.sleep(pause_of(num_tries - 1))
-    return True

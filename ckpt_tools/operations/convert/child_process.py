@@ -9,6 +9,16 @@ import os
 import subprocess
 import sys
 
+_LIMITS = """
+import contextlib, ctypes, resource, signal, sys
+with contextlib.suppress(AttributeError, OSError):
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # it ends with its parent; Linux alone has this
+resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[2]),) * 2)
+"""
+_MODEL_BYTES, _MODEL_S = 4 << 30, 300  # for a model without weights, and the imports
+TIMED_OUT = -9  # the status of a process that was ended
+_BYTES_PER_S = 10_000_000  # the slowest disk that a model is loaded from
+
 FIND_CLASS = '''
 def find_class(names):
     """Returns the transformers class that a config names. Refuses a class with its own code."""
@@ -23,14 +33,32 @@ def find_class(names):
 '''
 
 
-def run_python(code: str, argument: str) -> subprocess.CompletedProcess[bytes]:
+def run_python(
+    code: str, argument: str, weight_nbytes: int = 0
+) -> subprocess.CompletedProcess[bytes]:
     """Runs code with one argument, and without standard input, so that no prompt can block it.
 
     `-P` and the root directory as working directory exclude modules of the caller's working
-    directory. This also holds for relative paths in `PYTHONPATH`.
+    directory. This also holds for relative paths in `PYTHONPATH`. A config may describe a model
+    without end, so memory and time have limits.
+
+    Args:
+        code: may use `find_class`.
+        argument: a path.
+        weight_nbytes: bytes of the weights that the code loads, twice at most.
     """
-    command = [sys.executable, "-P", "-c", FIND_CLASS + code, os.path.abspath(argument)]
-    return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, cwd="/")
+    most = _MODEL_BYTES + 3 * weight_nbytes
+    seconds = _MODEL_S + weight_nbytes // _BYTES_PER_S
+    command = [sys.executable, "-P", "-c", _LIMITS + FIND_CLASS + code]
+    command += [os.path.abspath(argument), str(most)]
+    try:
+        return subprocess.run(
+            command, capture_output=True, stdin=subprocess.DEVNULL, cwd="/", timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(
+            command, TIMED_OUT, b"", f"it took longer than {seconds} s".encode()
+        )
 
 
 def last_line(done: subprocess.CompletedProcess[bytes]) -> str:

@@ -219,11 +219,10 @@ def _renamed(parts: TrainingState, source: Source, how: Conversion) -> TrainingS
         parts = _stripped(parts, has_keys=bool(source.catalog.paths))
     if key_map := how.get("key_map"):
         base = how.get("base")
-        numbers = (head_counts(base) if base is not None else {}) | dict(how.get("settings") or {})
-        keys = read_map(key_map, numbers)
+        keys = read_map(key_map, _numbers(base, how.get("settings") or {}))
         check_settings(keys, how.get("settings") or {})
         refuse_unnamed(parts, "a key map changes parameters and their state")
-        parts = apply_map(parts, keys, source)
+        parts = apply_map(parts, keys, source, bool(how.get("partial")))
     for rule in how.get("rename", ()):
         before, parts = parts, parts.renamed(substitute(rule))
         states = zip(parts.optimizers, before.optimizers, strict=True)
@@ -235,6 +234,22 @@ def _renamed(parts: TrainingState, source: Source, how: Conversion) -> TrainingS
                 f"--rename {printable(rule)!r} changes no name", hint=f"names look like: {some}"
             )
     return parts
+
+
+def _numbers(base: Path_ | None, settings: Mapping[str, int]) -> dict[str, int]:
+    """Returns the numbers that a key map needs: the user's, and those of a model's config.
+
+    Raises:
+        PlanError: the two differ.
+    """
+    found = head_counts(base) if base is not None else {}
+    for name, number in settings.items():
+        if found.get(name, number) != number:
+            raise PlanError(
+                f"--set {printable(name)}={number}, but the config has {found[name]}"
+                f" ({printable(str(base))})"
+            )
+    return found | dict(settings)
 
 
 def _stripped(parts: TrainingState, has_keys: bool) -> TrainingState:
@@ -268,6 +283,6 @@ def _dropped(before: Catalog, after: Catalog, parts: TrainingState) -> dict[str,
     kept = {f.partition(".")[0] for f in after.tensors} if parts.optimizers else set()
     return {
         key: nbytes
-        for key, nbytes in left_out(before, after, with_objects=False).items()
+        for key, nbytes in left_out(before, after, with_objects=False, used=parts.used).items()
         if key not in kept
     }

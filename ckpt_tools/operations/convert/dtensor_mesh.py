@@ -7,15 +7,15 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import Catalog, TensorEntry, kinds_of
+from ckpt_tools.core.catalog import Catalog, TensorEntry
+from ckpt_tools.core.naming import is_norm_buffer
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.base import TargetMesh
 from ckpt_tools.formats.pickle.state import Path
 from ckpt_tools.formats.torch_save import nested
-from ckpt_tools.operations.convert.param_order import BUFFERS
 
 _MESH = re.compile(r"(?P<device>[a-z]{1,16})(?::(?P<axis>\w{1,64})?)?")
-_BUFFERS = (*BUFFERS, "inv_freq", "position_ids")
+_BUFFERS = ("inv_freq", "position_ids")
 _SCHEDULERS: tuple[Path, ...] = (
     ("extra_state", "rank_0", "lr_scheduler"),
     ("lr_scheduler",),
@@ -59,13 +59,14 @@ def find_sharded(model: Mapping[str, TensorEntry], trained: Collection[str]) -> 
     cut = {
         name
         for name, entry in model.items()
-        if any(box != whole(entry.shape) for box in kinds_of(entry))
+        if any(box != whole(entry.shape) for box in entry.chunks.kinds())
     }
 
     def is_parameter(name: str, entry: TensorEntry) -> bool:
         if name in trained or name in cut:
             return True
-        if not entry.shape or not entry.dtype.is_castable or name.rpartition(".")[2] in _BUFFERS:
+        is_buffer = is_norm_buffer(name) or name.rpartition(".")[2] in _BUFFERS
+        if not entry.shape or not entry.dtype.is_castable or is_buffer:
             return False
         return not cut or entry.shape[0] == 1  # a single row cannot be sharded
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +15,13 @@ from typing import Any
 
 from ckpt_tools.core.catalog import Catalog, TensorEntry
 from ckpt_tools.core.plan import plan_values
+from ckpt_tools.core.quantized import described, methods_of, weights_in
 from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
 from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import FormatError, IntegrityError, PlanError, StorageError, printable
 from ckpt_tools.formats.base import note_of
+from ckpt_tools.formats.look_alikes import other_kind
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.operations.convert.child_process import last_line, run_python
 from ckpt_tools.publish.find_manifest import find_manifest
@@ -28,6 +30,7 @@ from ckpt_tools.storage import LocalStore, is_url
 from ckpt_tools.storage.small_files import MAX_JSON_BYTES, parse_json, read_beside
 
 _OF_TRAINERS = ("trainer_state.json", "training_args.json")
+_TEMPLATES, _MODULES = "additional_chat_templates", "modules.json"
 _WEIGHTS = (
     ".safetensors",
     ".bin",
@@ -85,8 +88,10 @@ def read_config(base: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         config = parse_json(_read_sealed(base, "config.json"))
     except (StorageError, ValueError) as error:
+        cause = other_kind(LocalStore(Path(base)), "config.json")
         raise PlanError(
-            f"no readable config.json in {printable(str(base))}: {printable(str(error))}"
+            f"no readable config.json in {printable(str(base))}: {printable(str(cause or error))}",
+            hint=cause.hint if cause else None,
         ) from error
     if not isinstance(config, dict):
         raise PlanError(f"config.json holds no table ({printable(str(base))})")
@@ -131,7 +136,7 @@ def adapter_config(base: str | os.PathLike[str], tensors: Mapping[str, TensorEnt
         data = _read_sealed(base, "adapter_config.json")
         config = parse_json(data)
         patterns = config.get("rank_pattern") or {}
-        known = {config.get("r"), *patterns.values()}
+        known = [config.get("r"), *patterns.values()]
     except AttributeError:
         raise PlanError(f"adapter_config.json is no object ({printable(str(base))})") from None
     except (StorageError, ValueError) as error:
@@ -158,13 +163,17 @@ def head_counts(base: str | os.PathLike[str]) -> dict[str, int]:
 
 
 def base_files(
-    base: str | os.PathLike[str], dtypes: Sequence[str]
+    base: str | os.PathLike[str], dtypes: Sequence[str], notes: list[str]
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Returns a model's config, and the bytes of all files of its directory except the weights.
+
+    Of its folders, those of chat templates and those that `modules.json` names go along, with their
+    weights: sentence-transformers keeps its pooling and dense layers there.
 
     Args:
         base: the directory.
         dtypes: element types of the tensors to write. The most frequent one goes into the config.
+        notes: receives a note on folders that do not go along.
 
     Raises:
         PlanError: it is not a directory with a config.json.
@@ -179,11 +188,10 @@ def base_files(
             f"config.json has half of a character that takes two ({printable(str(base))})"
         )
     files = {"config.json": text.encode()}
-    for name in sorted(
-        entry.name for entry in os.scandir(folder) if not entry.is_dir(follow_symlinks=False)
-    ):
+    for name in _names_beside(folder, notes):
+        is_top = "/" not in name
         is_other = name in _OF_TRAINERS or note_of(name) is not None or name.endswith(_WEIGHTS)
-        if name == "config.json" or name.startswith(".") or is_other:
+        if name == "config.json" or name.startswith(".") or (is_top and is_other):
             continue
         try:
             left = _MAX_TOTAL_BYTES - sum(map(len, files.values()))
@@ -194,6 +202,113 @@ def base_files(
                 hint="move it away, or put the file itself in its place",
             ) from error
     return config, files
+
+
+def _names_beside(folder: Path, notes: list[str]) -> list[str]:
+    """Returns the names of a model's files, with those in the folders that go along."""
+    entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    folders = [e.name for e in entries if e.is_dir(follow_symlinks=False) and e.name[0] != "."]
+    wanted = {_TEMPLATES}
+    if any(entry.name == _MODULES for entry in entries):
+        try:
+            modules = parse_json(_read_sealed(folder, _MODULES))
+            wanted |= {str(module["path"]) for module in modules}
+        except (StorageError, ValueError, TypeError, KeyError) as error:
+            raise PlanError(
+                f"{_MODULES} is malformed: {printable(str(error))} ({printable(str(folder))})"
+            ) from error
+    names, left = [entry.name for entry in entries if entry.name not in folders], list[str]()
+    for name in folders:
+        inner = sorted(os.scandir(folder / name), key=lambda entry: entry.name)
+        if name in wanted:
+            names += [f"{name}/{e.name}" for e in inner if not e.is_dir(follow_symlinks=False)]
+            left += [f"{name}/{e.name}" for e in inner if e.is_dir(follow_symlinks=False)]
+        else:
+            left.append(name)
+    if left:
+        notes.append(
+            f"folders in {printable(str(folder))} do not go along: {printable(', '.join(left))}"
+        )
+    return names
+
+
+def check_quantization(
+    base: str | os.PathLike[str], config: Mapping[str, Any], tensors: Iterable[TensorEntry]
+) -> None:
+    """Makes sure that a config says how the weights are quantized, and that they are.
+
+    transformers loads a model whose config and weights disagree with scales of its own.
+
+    Raises:
+        PlanError: they disagree.
+    """
+    chosen = list(tensors)
+    held, weights = {tensor.stored_name for tensor in chosen}, weights_in(chosen)
+    name, said = _quantization_of(base, config)
+    method = str(said.get("quant_method", "")) if isinstance(said, Mapping) else ""
+    where = f"{name} of {printable(str(base))}"
+    if said is not None and not weights:
+        raise PlanError(
+            f"the {where} says that the weights are quantized ({printable(method) or 'no method'}),"
+            " and they are not",
+            hint="give the directory of the model that is not quantized; or take"
+            " quantization_config out of its config.json",
+        )
+    if weights and said is None:
+        raise PlanError(
+            f"the weights are quantized ({described(weights)}), and the {where} does not say so",
+            hint="give the directory of the quantized model: its config.json has a"
+            " quantization_config",
+        )
+    wrong = [w for w in weights if method not in methods_of(w.scheme)]
+    if wrong:
+        raise PlanError(
+            f"the {where} names the method {printable(method)!r}, and"
+            f" {printable(wrong[0].codes)!r} is quantized otherwise: {wrong[0].scheme}",
+            hint="give the directory of the model with these weights",
+        )
+    told = _bits_in(said) if isinstance(said, Mapping) else None
+    other = [w for w in weights if None not in (told, w.bits) and w.bits != told]
+    if other:
+        raise PlanError(
+            f"the {where} says {told} bits, and {printable(other[0].codes)!r} has {other[0].bits}",
+            hint="give the directory of the model with these weights",
+        )
+    lost = [part for w in weights for part in w.parts if part not in held]
+    if lost:
+        raise PlanError(
+            f"a part of a quantized weight would be left out: {printable(lost[0])!r}",
+            hint="select all of its tensors, or none",
+        )
+
+
+# of ModelOpt and of AutoGPTQ: a config of their own, which some loaders read
+_OTHER_CONFIGS = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}
+
+
+def _quantization_of(
+    base: str | os.PathLike[str], config: Mapping[str, Any]
+) -> tuple[str, Mapping[str, Any] | object]:
+    """Returns the file that says how a model is quantized, and what it says; None for nothing."""
+    text = config.get("text_config")
+    for table in (config, text if isinstance(text, Mapping) else {}):
+        if (said := table.get("quantization_config")) is not None:
+            return "config.json", said
+    for name, method in _OTHER_CONFIGS.items():
+        with suppress(StorageError, ValueError):
+            found = parse_json(_read_sealed(base, name))
+            if isinstance(found, Mapping):
+                return name, {"quant_method": method, **found}
+    return "config.json", None
+
+
+def _bits_in(said: Mapping[str, Any]) -> int | None:
+    """Returns the bits of a number by a quantization config; None if it does not tell."""
+    for key, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)):
+        if said.get(key) is True:
+            return bits
+    bits = said.get("bits", said.get("w_bit"))
+    return bits if type(bits) is int else None
 
 
 def untie(source: Source, catalog: Catalog, config: Mapping[str, Any], notes: list[str]) -> Catalog:
@@ -253,7 +368,8 @@ def check_loads(folder: str) -> None:
         PlanError: transformers is not installed, or cannot load it.
         IntegrityError: names are missing or unexpected, or a tensor differs from the files.
     """
-    done = run_python(_CHECK, folder)
+    nbytes = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    done = run_python(_CHECK, folder, nbytes)
     if done.returncode:
         last = last_line(done)
         is_missing = last.startswith("ModuleNotFoundError")

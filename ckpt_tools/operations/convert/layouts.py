@@ -16,6 +16,7 @@ from ckpt_tools.core.placements import split
 from ckpt_tools.core.selection import choose, matcher, refuse_unread
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import accelerate, safetensors, torch_save
+from ckpt_tools.formats.builder import name_of
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.deepspeed import zero as deepspeed
 from ckpt_tools.formats.in_memory import InMemoryFile
@@ -28,7 +29,7 @@ from ckpt_tools.formats.registry import (
     TargetTensor,
     whole_tensor,
 )
-from ckpt_tools.formats.torch_save import name_of, nested
+from ckpt_tools.formats.torch_save import nested
 from ckpt_tools.formats.zip.write import render_archive
 from ckpt_tools.operations.convert.dtensor_mesh import (
     find_sharded,
@@ -39,15 +40,19 @@ from ckpt_tools.operations.convert.dtensor_mesh import (
 from ckpt_tools.operations.convert.huggingface import (
     adapter_config,
     base_files,
+    check_quantization,
     find_base,
+    read_config,
     untie,
 )
 from ckpt_tools.operations.convert.lora import adapter_of, refuse_adapters
+from ckpt_tools.operations.convert.model_names import compare_with_model
 from ckpt_tools.operations.convert.object_reader import unpack_objects
-from ckpt_tools.operations.convert.options import Conversion, base_flag
+from ckpt_tools.operations.convert.options import Conversion
 from ckpt_tools.operations.convert.training_state import TrainingState, put_together, refuse_unnamed
 from ckpt_tools.operations.merge_reshard import (
     check_kept,
+    keeper,
     saved_boxes,
     shards,
     target_dtype,
@@ -69,7 +74,7 @@ class TargetLayout:
         self.source, self.parts, self.how, self.is_model = source, parts, how, is_model
         self.memory_file = InMemoryFile(source.catalog.memory_files)
         self.ranks = how.get("ranks") or source.catalog.world_size or 1
-        self._is_kept = matcher(how.get("keep_dtype", ()))
+        self._is_kept = matcher(())  # known with the catalog
         self._model_names: set[str] = set()
 
     def lay_out(self, to: str, dst: str) -> _Layout:
@@ -91,9 +96,13 @@ class TargetLayout:
             self.parts, naming or self.how.get("optimizer") or "groups", self.memory_file, prefix
         )
         above = self.parts.prefix if prefix is None else prefix
+        if above != self.parts.prefix:
+            gone = f"{'.'.join(self.parts.prefix)}. ({len(self.parts.model):,})"
+            self.parts.notes.append(f"stripped from names: {printable(gone)}")
         self._model_names = {name_of((*above, fqn)) for fqn in self.parts.model}
         select, exclude = self.how.get("select", ()), self.how.get("exclude", ())
         check_kept(self.how.get("keep_dtype", ()), self.how.get("dtype"), list(catalog.tensors))
+        self._is_kept = keeper(self.how.get("keep_dtype", ()), catalog)
         self.parts.notes += uncast(catalog.tensors.values(), self.how.get("dtype"))
         self.parts.notes += self._not_of_the_model()
         kept = choose(replace(catalog, unread=self._unread()), select, exclude)
@@ -160,14 +169,24 @@ class TargetLayout:
         if base is None:
             self.parts.notes.append(
                 "no config and no tokenizer go along:"
-                f" {base_flag(self.how)} {find_base(self.source.path)} would bring them"
+                f" --base {find_base(self.source.path)} would bring them"
             )
         config, files = (
-            base_files(base, [self._dtype(t).name for t in catalog.tensors.values()])
+            base_files(
+                base,
+                [self._dtype(t).name for t in catalog.tensors.values()],
+                self.parts.notes,
+            )
             if base is not None
             else ({}, {})
         )
+        if base is not None:
+            check_quantization(base, config, catalog.tensors.values())
         catalog = untie(self.source, catalog, config, self.parts.notes)
+        if base is not None:
+            is_part = bool(self.how.get("select") or self.how.get("exclude"))
+            is_partial = bool(self.how.get("partial"))
+            self.parts.notes += compare_with_model(base, config, catalog, is_part, is_partial)
         return (
             catalog,
             safetensors,
@@ -179,9 +198,7 @@ class TargetLayout:
         del dst
         base = self.how.get("base")
         if base is None:
-            raise PlanError(
-                f"--to peft needs {base_flag(self.how)} DIR with the adapter_config.json of the job"
-            )
+            raise PlanError("--to peft needs --base DIR with the adapter_config.json of the job")
         catalog = self._catalog(())
         catalog = replace(catalog, tensors=adapter_of(catalog.tensors), objects={}, paths={})
         files = {"adapter_config.json": adapter_config(base, catalog.tensors)}
@@ -312,10 +329,16 @@ class TargetLayout:
         ]
         base = self.how.get("base")
         config = (
-            base_files(base, [t.dtype.name for t in targets if t.fqn in self._model_names])[1]
+            base_files(
+                base,
+                [t.dtype.name for t in targets if t.fqn in self._model_names],
+                self.parts.notes,
+            )[1]
             if base is not None
             else {}
         )
+        if base is not None:
+            check_quantization(base, read_config(base), self.parts.model.values())
         files = {f"huggingface/{name}": data for name, data in config.items()}
         files |= {
             "fsdp_config.json": (

@@ -9,11 +9,12 @@ adapters that it saved and merged.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,10 +47,13 @@ _UNSUPPORTED = {
 }
 # for these, PEFT subtracts the adapter's first values from the weights
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-_MAX_PATTERNS = 4_096  # each is matched with each name
 _MAX_ALPHA = 1e9
 _MAX_PATTERNS = 4_096  # each is matched with each name
+_MAX_PATTERN_CHARS, _MAX_PATTERN_BYTES = 4096, 1 << 17  # as text, and as a program of RE2
 _MAX_MODULE_CHARS = 512
+_MAX_MATCH_S = 60.0  # of processor time
+_WITH_PEFT = "load the base as the training did, and merge with PEFT (merge_and_unload)"
+_FUSED = ("qkv", "query_key_value", "c_attn", "gate_up")  # modules that hold several projections
 Matrix = npt.NDArray[np.float32]
 
 
@@ -103,44 +107,69 @@ def _read_lora(
             )
         pair[match["side"]] = _matrix(source, manifest, entry)
     result: dict[str, Alter] = {}
+    modules = _Modules(config, source.path)
     cut = _without_key(sides, model)
     flag = bool(config.get("fan_in_fan_out"))
     layout = _Layout({module[cut:]: pair for module, pair in sides.items()}, model, flag)
     for module, pair in sides.items():
         name = _weight_of(module[cut:], catalog)
-        if not name or pair.keys() != {"A", "B"}:
+        if pair.keys() != {"A", "B"}:
+            raise PlanError(
+                f"an adapter with one of its two matrices, {''.join(pair)}: {printable(module)!r}"
+                f" ({printable(source.path)})",
+                hint="save the adapter again, or take another copy",
+            )
+        if not name:
             raise PlanError(
                 f"the adapter changes a weight that is not there: {printable(module)!r}"
                 f" ({printable(source.path)})",
-                hint=(
-                    "its names must be those of the merged model: ckpt inspect both, and rename"
-                    " with ckpt convert --rename"
-                ),
+                hint=_way_out(module[cut:], catalog),
             )
         if not len(pair["A"]) or len(module) > _MAX_MODULE_CHARS:
             raise FormatError(
                 f"a LoRA matrix of rank 0, or a name of more than {_MAX_MODULE_CHARS} characters:"
                 f" {printable(module)!r} ({printable(source.path)})"
             )
-        _check_rank(config, module, len(pair["A"]), source.path)
-        scale = _scale(config, module, len(pair["A"]))
+        rank = len(pair["A"])
+        _check_rank(
+            modules.find("rank_pattern", module, config.get("r")), module, rank, source.path
+        )
+        alpha = modules.find("alpha_pattern", module, config["lora_alpha"])
+        scale = float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
         result[name] = _alter(
             catalog.tensors[name], pair["A"], pair["B"], scale, layout.is_transposed(module[cut:])
         )
     return result, layout.notes
 
 
-def _check_rank(config: Mapping[str, Any], module: str, rank: int, where: str) -> None:
-    """Refuses matrices of another rank than the config says: alpha is divided by the rank."""
-    patterns = config.get("rank_pattern") or {}
-    expected = next(
-        (r for p, r in patterns.items() if re.fullmatch(rf"(.*\.)?({p})", module)),
-        config.get("r"),
+def _way_out(module: str, catalog: Catalog) -> str:
+    """Returns the hint for an adapter of a module that has no plain weight in the model."""
+    own = sorted(n for n in catalog.tensors if n.startswith(f"{module}.") and "bias" not in n)
+    if own:
+        return f"the base is quantized or split there ({printable(own[0])}): {_WITH_PEFT}"
+    above = module.rpartition(".")[0]
+    fused = sorted(
+        n
+        for n in catalog.tensors
+        if n.startswith(f"{above}.") and any(part in n.removeprefix(above) for part in _FUSED)
     )
-    if expected is not None and expected != rank:
+    if fused:
+        return (
+            f"the base has fused weights there ({printable(fused[0])}): split them with ckpt"
+            f" convert --map, or {_WITH_PEFT}"
+        )
+    return (
+        "its names must be those of the merged model: ckpt inspect both, and rename with ckpt"
+        " convert --rename"
+    )
+
+
+def _check_rank(expected: Any, module: str, rank: int, where: str) -> None:
+    """Refuses matrices of another rank than the config says: alpha is divided by the rank."""
+    if expected is not None and (type(expected) is not int or expected != rank):
         raise PlanError(
             f"matrices of another rank than adapter_config.json says: expected r ="
-            f" {printable(str(expected))},"
+            f" {printable(repr(expected))},"
             f" got {rank} ({printable(module)!r} in {printable(where)})",
             hint="take the config that was saved with these matrices",
         )
@@ -298,30 +327,69 @@ def _config(source: Source, manifest: Manifest | None) -> Mapping[str, Any]:
 
 
 def _check_scales(config: Mapping[str, Any]) -> None:
-    """Checks the numbers and patterns that `_scale` uses.
-
-    A pattern is a regular expression from the file, and some expressions never finish. So no group
-    may be repeated, and at most two other elements.
+    """Checks the numbers and patterns that scale an adapter.
 
     Raises:
-        ValueError: a number is not finite, or a pattern is too complex or malformed.
+        ValueError: a number is not finite, or a pattern is malformed.
     """
+    if type(config.get("use_rslora", False)) is not bool:
+        raise TypeError("use_rslora is true or false")
     scales = _patterns(config, "alpha_pattern")
     for name, value in {"lora_alpha": config["lora_alpha"], **scales}.items():
         if type(value) not in (int, float) or not abs(value) <= _MAX_ALPHA:
             raise ValueError(f"{name[:80]} is no finite number")
     for pattern in (*scales, *_patterns(config, "rank_pattern")):
-        bare = re.sub(r"\\.|\[[^\]]*\]", "x", pattern)
-        if (
-            len(pattern) > 500
-            or len(re.findall(r"[*+?{]", bare)) > 2
-            or re.search(r"\)[*+?{]", bare)
-        ):
-            raise ValueError(f"a pattern is too hard to match: {pattern[:80]}")
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"a pattern is malformed: {pattern[:80]}: {error}") from error
+        _compiled(pattern)
+
+
+@functools.lru_cache(maxsize=2 * _MAX_PATTERNS)
+def _compiled(pattern: str) -> Any:
+    r"""Returns a pattern of an adapter's config, for the whole name of a module.
+
+    RE2 matches in linear time. Python's own `re` would never end for some patterns.
+
+    Raises:
+        ValueError: the pattern is malformed, or needs what RE2 has not (`(?=`, `\1`).
+    """
+    if len(pattern) > _MAX_PATTERN_CHARS:
+        raise ValueError(f"a pattern has more than {_MAX_PATTERN_CHARS} characters: {pattern[:80]}")
+    import re2  # type: ignore[import-untyped]  # the package google-re2
+
+    options = re2.Options()
+    options.log_errors, options.max_mem = False, _MAX_PATTERN_BYTES
+    try:
+        return re2.compile(rf"(?:.*\.)?(?:{pattern})", options)
+    except re2.error as error:
+        raise ValueError(
+            f"a pattern is malformed or cannot be matched in linear time: {pattern[:80]}: {error}"
+        ) from error
+
+
+class _Modules:
+    """The values that a config's tables of patterns give to modules.
+
+    Each pattern is matched with each name, so all of it has a limit of time.
+    """
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self._config, self._where, self._left_s = config, where, _MAX_MATCH_S
+
+    def find(self, key: str, module: str, default: Any) -> Any:
+        """Returns the value of the first pattern in a table that matches.
+
+        Raises:
+            PlanError: all matches together took too long.
+        """
+        patterns, began = self._config.get(key) or {}, time.thread_time()
+        found = next((v for p, v in patterns.items() if _compiled(p).fullmatch(module)), default)
+        self._left_s -= time.thread_time() - began
+        if self._left_s < 0:
+            raise PlanError(
+                f"matching {len(patterns)} patterns of {key} took longer than {_MAX_MATCH_S:g} s"
+                f" ({printable(self._where)})",
+                hint=_WITH_PEFT,
+            )
+        return found
 
 
 def _patterns(config: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -331,19 +399,6 @@ def _patterns(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     if len(patterns) > _MAX_PATTERNS:
         raise ValueError(f"{key} has more than {_MAX_PATTERNS} entries")
     return patterns
-
-
-def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Returns alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA.
-
-    A pattern may give a module its own alpha.
-    """
-    patterns = config.get("alpha_pattern") or {}
-    alpha = next(
-        (a for p, a in patterns.items() if re.fullmatch(rf"(.*\.)?({p})", module)),
-        config["lora_alpha"],
-    )
-    return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
 
 
 def _matrix(source: Source, manifest: Manifest | None, entry: TensorEntry) -> Matrix:
@@ -389,7 +444,8 @@ def _alter(entry: TensorEntry, a: Matrix, b: Matrix, scale: float, is_transposed
     ):
         raise PlanError(
             f"the adapter does not fit: {printable(entry.fqn)!r} is {entry.dtype.name}"
-            f" {list(entry.shape)}, B @ A is {[b.shape[0], a.shape[1]]}"
+            f" {list(entry.shape)}, B @ A is {[b.shape[0], a.shape[1]]}",
+            hint=None if entry.dtype.is_castable else f"the base is quantized there: {_WITH_PEFT}",
         )
 
     def add(box: Box, values: Matrix) -> None:
@@ -442,7 +498,7 @@ def adapter_of(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     for fqn, entry in tensors.items():
         if match := _PART.fullmatch(fqn):
             name = f"base_model.model.{match['module']}.lora_{match['side']}.weight"
-            found.setdefault(match["adapter"] or "default", {})[name] = replace(entry, fqn=name)
+            found.setdefault(match["adapter"] or "default", {})[name] = entry.named(name)
     if len(found) != 1:
         names = printable(", ".join(found))
         raise PlanError(

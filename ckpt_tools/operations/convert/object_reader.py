@@ -7,17 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import (
-    BytesEntry,
-    Catalog,
-    Chunk,
-    Extent,
-    TensorEntry,
-)
+from ckpt_tools.core.catalog import BytesEntry, Catalog, Extent, TensorEntry, one_chunk
 from ckpt_tools.errors import FormatError, IntegrityError, UnsafePickleError, printable
+from ckpt_tools.formats.builder import UnreadValues, name_of
 from ckpt_tools.formats.in_memory import FILE, InMemoryFile
 from ckpt_tools.formats.pickle.state import Path, TensorView, is_value
-from ckpt_tools.formats.torch_save import UnreadValues, name_of, read_leaves
+from ckpt_tools.formats.torch_save import read_leaves
 from ckpt_tools.publish.sealed_source import read_object
 from ckpt_tools.storage import MemoryStore, Store
 
@@ -140,7 +135,7 @@ def unpack_objects(
             if isinstance(value, TensorView):
                 extent = extents[0]._replace(start=extents[0].start + memory_file.add(data).start)
                 tensors[name] = TensorEntry(
-                    name, value.dtype, value.sizes, (Chunk(whole(value.sizes), extent),)
+                    name, value.dtype, value.sizes, one_chunk(whole(value.sizes), extent)
                 )
             else:
                 values[name] = value

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ckpt_tools.core.selection import substitution
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.registry import refuse_file_name
 from ckpt_tools.operations.convert.targets import TARGETS, ConvertTarget, targets_with
@@ -26,11 +26,6 @@ _HINTS = {
 }
 
 
-def base_flag(how: Mapping[str, Any]) -> str:
-    """Returns the flag that gives `base`, for messages."""
-    return str(how.get("base_flag", "--base"))
-
-
 def check_request(to: str, dst: str, how: Mapping[str, Any]) -> None:
     """Refuses options that do not fit together or do not fit the target.
 
@@ -43,10 +38,13 @@ def check_request(to: str, dst: str, how: Mapping[str, Any]) -> None:
         PlanError: the message names the option.
     """
     if to not in TARGETS:
-        raise PlanError(f"cannot write {printable(to)!r}: expected one of {', '.join(TARGETS)}")
+        hint = f"ckpt reshard --to {to} writes for {to} ranks" if to.isdecimal() else None
+        raise PlanError(
+            f"cannot write {printable(to)!r}: expected one of {', '.join(TARGETS)}", hint=hint
+        )
     target = TARGETS[to]
     _check_name(to, target, dst)
-    for option, flag in {"base": base_flag(how), **_FLAGS}.items():
+    for option, flag in {"base": "--base", **_FLAGS}.items():
         is_given = how.get(option) is not None and how.get(option) is not False
         is_for_map = option == "base" and how.get("key_map")
         if is_given and not is_for_map and option not in target.options:
@@ -56,12 +54,12 @@ def check_request(to: str, dst: str, how: Mapping[str, Any]) -> None:
             )
     if how.get("ranks") is not None and how["ranks"] < 1:
         raise PlanError(f"--ranks: expected at least 1, got {how['ranks']}")
+    if how.get("partial") and not how.get("key_map") and (to != "hf" or how.get("base") is None):
+        raise PlanError("--partial is for a key map, and for --to hf with a config: there is none")
     if how.get("settings") and not how.get("key_map"):
         raise PlanError("--set is for a key map: there is no --map")
     if how.get("check") and how.get("base") is None:
-        raise PlanError(
-            f"--check needs {base_flag(how)} DIR, whose config.json says which model it is"
-        )
+        raise PlanError("--check needs --base DIR, whose config.json says which model it is")
     if how.get("check") and is_url(dst):
         raise PlanError(
             "--check loads the result from a disk", hint="write it locally, then ckpt copy"
@@ -109,21 +107,10 @@ def substitute(rule: str) -> Callable[[str], str]:
         PlanError: it is not such a rule.
     """
     pattern, equals, new = rule.partition("=")
-    try:
-        compiled = re.compile(pattern)
-        if not equals or not pattern:
-            raise re.error("expected REGEX=REPLACEMENT")
-        compiled.sub(new, "")
-    except (re.error, IndexError) as error:
-        raise PlanError(f"--rename {printable(rule)!r}: {printable(str(error))}") from error
-
-    def renamed(name: str) -> str:
-        try:
-            return compiled.sub(new, name)
-        except (re.error, IndexError) as error:
-            raise PlanError(f"--rename {printable(rule)!r}: {printable(str(error))}") from error
-
-    return renamed
+    what = f"--rename {printable(rule)!r}"
+    if not equals:
+        raise PlanError(f"{what}: expected REGEX=REPLACEMENT")
+    return substitution(pattern, new, what)
 
 
 class Conversion(Options, total=False):
@@ -138,6 +125,8 @@ class Conversion(Options, total=False):
         rename: `REGEX=REPLACEMENT` each, applied in order to the names of parameters, in the model
             and in optimizers.
         key_map: a file with renames and transforms, or the name of a built-in one; see `key_map`.
+        partial: the key map may have rules that match nothing, and the checkpoint names that no
+            rule matches. For `hf`, also names that differ from those of the config's model.
         settings: the named numbers that the map needs. `heads` and `kv_heads` come from the config
             of `base`.
         param_order: the parameters that an optimizer's numbers mean. `model`: each group has its
@@ -152,7 +141,6 @@ class Conversion(Options, total=False):
             these files are copied.
         mesh: for `per-rank`: `DEVICE:AXIS` of the job that will load the result. If absent, the
             source's, or `cuda:fsdp`.
-        base_flag: the command's flag for `base`, for messages; `--base` if absent.
         max_shard_bytes: for `hf`, upper bound of a shard's payload, 5 GB if absent.
         check: for `hf`: load the result with transformers in a separate process, and compare.
     """
@@ -164,6 +152,7 @@ class Conversion(Options, total=False):
     exclude: Sequence[str]
     rename: Sequence[str]
     key_map: Path_ | None
+    partial: bool
     settings: Mapping[str, int] | None
     param_order: Path_ | Sequence[str] | Mapping[str, Sequence[str]] | None
     optimizer: str | None
@@ -171,6 +160,5 @@ class Conversion(Options, total=False):
     model_only: bool
     base: Path_ | None
     mesh: str | None
-    base_flag: str
     max_shard_bytes: int | None
     check: bool

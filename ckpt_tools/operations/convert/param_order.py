@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.core.catalog import TensorEntry
-from ckpt_tools.core.naming import strip_wrappers
+from ckpt_tools.core.naming import is_norm_buffer, strip_wrappers
 from ckpt_tools.errors import FormatError, PlanError, StorageError, printable
 from ckpt_tools.storage.small_files import parse_json, read_named
 
 IN_ORDER = "model"
-# buffers of torch's own layers, which no optimizer has
-BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 LIKE_PARAMETER = (  # state with its parameter's shape, in torch's optimizers and other common ones
     "exp_avg",
     "exp_avg_sq",
@@ -188,7 +186,7 @@ def _parameters(model: Mapping[str, TensorEntry]) -> dict[str, tuple[int, ...]]:
     """
     first: dict[Any, str] = {}
     for fqn, entry in model.items():
-        if fqn.rpartition(".")[2] not in BUFFERS:
+        if not is_norm_buffer(fqn):
             first.setdefault(entry.chunks or fqn, fqn)
     return {fqn: model[fqn].shape for fqn in first.values()}
 

@@ -69,7 +69,7 @@ def take_apart(
             continue
         if path[: len(prefix)] == prefix if prefix else not is_other_state(path[0]):
             name = fqn[len(".".join(prefix)) + 1 :] if prefix else fqn
-            model[name] = replace(entry, fqn=name)
+            model[name] = entry.named(name)
             place = catalog.paths.get(fqn, ())[len(prefix) :]
             if len(place) > 1:
                 places[name] = place

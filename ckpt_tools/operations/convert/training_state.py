@@ -18,9 +18,9 @@ from ckpt_tools.core.catalog import BytesEntry, Catalog, TensorEntry
 from ckpt_tools.core.naming import strip_wrappers
 from ckpt_tools.core.selection import check_new_name
 from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.formats.builder import name_of
 from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.pickle.state import Path, is_number
-from ckpt_tools.formats.torch_save import name_of
 from ckpt_tools.operations.convert.param_order import (
     ModelOrder,
     Order,
@@ -58,7 +58,7 @@ class TrainingState:
     `model` has names relative to `prefix`, the keys above the model. The rest has its own names.
     `places` has the keys below the prefix of model entries that stood in separate dicts or lists.
     `untouched` names optimizers whose state is not one value per parameter and key, such as
-    LBFGS's: they stay in the rest.
+    LBFGS's: they stay in the rest. `used` has the stored names of tensors that were cut or joined.
     """
 
     prefix: tuple[str, ...]
@@ -70,6 +70,7 @@ class TrainingState:
     notes: list[str]
     places: dict[str, Path] = field(default_factory=dict)
     untouched: list[str] = field(default_factory=list)
+    used: frozenset[str] = frozenset()
 
     def renamed(self, new_name: Callable[[str], str]) -> TrainingState:
         """Returns the state with renamed parameters, in the model and in the optimizers.
@@ -90,7 +91,7 @@ class TrainingState:
                     ),
                 )
             check_new_name(old, new)
-            model[new] = replace(entry, fqn=new)
+            model[new] = entry.named(new)
         places = {name: place for name, place in self.places.items() if new_name(name) == name}
         for optimizer in self.optimizers:
             if not optimizer.is_unnamed and len({new_name(fqn) for fqn in optimizer.state}) != len(
@@ -142,13 +143,13 @@ def put_together(
         name = name_of(path)
         if name in tensors or name in objects:
             raise PlanError(f"two entries would get one name: {printable(name)!r}")
-        tensors[name], paths[name] = replace(entry, fqn=name), path
+        tensors[name], paths[name] = entry.named(name), path
     for optimizer in parts.optimizers:
         for path, value in _named(optimizer, "ids" if optimizer.is_unnamed else naming):
             name = name_of(path)
             paths[name] = path
             if isinstance(value, TensorEntry):
-                tensors[name] = replace(value, fqn=name)
+                tensors[name] = value.named(name)
             # today torch keeps the step as a tensor
             elif path[-1] == "step" and type(value) in (int, float) and 0 <= value < 1 << 53:
                 tensors[name] = memory_file.scalar(name, float(value))

@@ -11,8 +11,9 @@ from typing import Any, Unpack
 from ckpt_tools.core.statistics import TensorStatistics
 from ckpt_tools.errors import CheckpointError, is_unreadable, printable, redacted
 from ckpt_tools.formats.registry import open_source
+from ckpt_tools.operations.check_run import step_problems
 from ckpt_tools.operations.convert.flat_shapes import lay_beside
-from ckpt_tools.operations.diff import diff
+from ckpt_tools.operations.diff import DiffResult, diff
 from ckpt_tools.operations.inspect import inspect
 from ckpt_tools.operations.run_bytes import (
     WEIGHTS,
@@ -23,10 +24,13 @@ from ckpt_tools.operations.run_bytes import (
 )
 from ckpt_tools.operations.stats import sealed_statistics, stats
 from ckpt_tools.operations.verify import verify
-from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.find_manifest import manifest_of
 from ckpt_tools.publish.manifest import Manifest
-from ckpt_tools.publish.steps import Step, list_all
+from ckpt_tools.run.base import RunRoot
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import Step
+from ckpt_tools.run.steps import RunListing
+from ckpt_tools.storage.kept import KEPT
 from ckpt_tools.transfer.options import Path_, Reading
 from ckpt_tools.version import __version__
 
@@ -34,18 +38,21 @@ Values = dict[str, Any]
 _DIGITS = 4
 
 
-def steps_of(path: Path_, options: Mapping[str, Any] | None) -> list[Step]:
-    """Returns the steps of a run; none if a path is not the directory of a run.
+def of_run_at(path: Path_, options: Mapping[str, Any] | None) -> Values | None:
+    """Returns the numbers of a run, as `of_run` does; None if a path is not that of a run.
 
     Raises:
         StorageError: it cannot be read.
     """
-    try:
-        return list_all(open_root(path, options))[0]
-    except CheckpointError as error:
-        if is_unreadable(error):
-            raise
-        return []
+    with KEPT.during():
+        try:
+            root = open_root(path, options)
+            steps = RunListing(root).all_steps
+        except CheckpointError as error:
+            if is_unreadable(error):
+                raise
+            return None
+        return of_run(root, redacted(str(path)), steps) if steps else None
 
 
 def of_checkpoint(src: Path_, reads: bool, **options: Unpack[Reading]) -> Values:
@@ -68,14 +75,22 @@ def of_checkpoint(src: Path_, reads: bool, **options: Unpack[Reading]) -> Values
     except CheckpointError:
         if not problems:
             raise
-        return _of_damaged(redacted(str(src)), problems)
+        return of_damaged(redacted(str(src)), problems, [redacted(str(src))])
     source = open_source(src, storage_options, lay_beside(shapes))
     try:
         manifest, known = manifest_of(source.store), sealed_statistics(source)
     finally:
         source.store.close()
-    if not known and reads:
-        known = dict(stats(src, **options).tensors)
+    has_read, broken = not known and reads, list[str]()
+    if has_read:
+        try:
+            measured = stats(src, **options)
+            known, broken = dict(measured.tensors), [*map(printable, measured.broken_parts)]
+        except CheckpointError as error:  # a damaged file is what the page is for
+            if is_unreadable(error):
+                raise
+            has_read = False
+            problems += [] if problems else [printable(str(error))]
     tensors = [
         _tensor(fqn, entry.dtype.name, entry.shape, entry.nbytes, known.get(fqn))
         for fqn, entry in report.catalog.tensors.items()
@@ -84,7 +99,7 @@ def of_checkpoint(src: Path_, reads: bool, **options: Unpack[Reading]) -> Values
         {"name": printable(f.name), "rank": f.rank, "nbytes": f.nbytes, "chunks": f.num_chunks}
         for f in report.files
     ]
-    not_finite = [t["name"] for t in tensors if t["nan"] or t["inf"]]
+    not_finite = [*(t["name"] for t in tensors if t["nan"] or t["inf"]), *broken]
     return {
         **_head("checkpoint", redacted(str(src))),
         "format": report.format,
@@ -94,7 +109,9 @@ def of_checkpoint(src: Path_, reads: bool, **options: Unpack[Reading]) -> Values
         "is_measured": bool(known),
         "problems": problems,
         "not_finite": not_finite,
-        "verdict": _verdict(problems, not_finite, manifest, bool(known), report.world_size),
+        "verdict": _verdict(
+            problems, not_finite, manifest, bool(known), has_read, report.world_size
+        ),
         "next": _next(redacted(str(src)), problems, not_finite, manifest, bool(known)),
         "metrics": dict(manifest.metrics) if manifest else {},
         "tensors": tensors,
@@ -103,28 +120,29 @@ def of_checkpoint(src: Path_, reads: bool, **options: Unpack[Reading]) -> Values
     }
 
 
-def _of_damaged(path: str, problems: Sequence[str]) -> Values:
-    """Returns a report on a checkpoint whose structure cannot be read."""
+def of_damaged(name: str, problems: Sequence[str], paths: Sequence[str]) -> Values:
+    """Returns a report on checkpoints of which one cannot be read, at these paths."""
     return {
-        **_head("checkpoint", path),
+        **_head("checkpoint", name),
         "problems": problems,
         "not_finite": [],
         "is_measured": False,
-        "verdict": _verdict(problems, [], None, False, None),
-        "next": _next(path, problems, [], None, False),
+        "verdict": _verdict(problems, [], None, False, False, None),
+        "next": [line for path in paths for line in _next(path, problems, [], None, False)],
         "tensors": [],
         "files": [],
     }
 
 
-def of_run(root: Path_, steps_there: Sequence[Step]) -> Values:
+def of_run(root: RunRoot, name: str, steps_there: Sequence[Step]) -> Values:
     """Returns the numbers of a run: of each step, and of each tensor over the steps.
 
     Args:
-        root: directory of the run.
+        root: of the run.
+        name: its path, for people.
         steps_there: its steps.
     """
-    found = bytes_of(steps_there)
+    found = bytes_of(root, steps_there)
     sound = [one.step for one in found if not one.step.problem and not one.step.superseded_by]
     measured = [step for step in sound if step.is_finite is not None]
     newest = next(iter([*measured[-1:], *sound[-1:]]), None)
@@ -158,9 +176,14 @@ def of_run(root: Path_, steps_there: Sequence[Step]) -> Values:
         for one in found
     ]
     not_finite = [t["name"] for t in tensors if t["nan"] or t["inf"]]
-    problems = [f"step {s.step.number}: {s.step.problem}" for s in found if s.step.problem]
+    problems = [
+        f"step {problem.step}: {problem.text}"
+        for one in found
+        for problem in step_problems(one.step, verify=False)
+        if problem.kind != "not finite"  # it has a place of its own
+    ]
     return {
-        **_head("run", redacted(str(root))),
+        **_head("run", name),
         "steps": steps,
         "reclaimable": sum(one.reclaimable for one in found),
         "problems": problems,
@@ -169,7 +192,7 @@ def of_run(root: Path_, steps_there: Sequence[Step]) -> Values:
         "newest": newest.number if newest is not None else None,
         "is_measured": bool(measured),
         "verdict": _verdict_of_run(found_steps=[one.step for one in found]),
-        "next": _next_of_run(redacted(str(root)), [one.step for one in found]),
+        "next": _next_of_run(name, [one.step for one in found]),
         "tensors": tensors,
         "over_steps": _over_steps(measured, [t["name"] for t in tensors]),
         "measured_steps": [step.number for step in measured],
@@ -192,6 +215,8 @@ def of_difference(a: Path_, b: Path_, **options: Unpack[Reading]) -> Values:
             "max_abs": _number(d.max_abs),
             "max_rel": _number(d.max_rel),
             "angle": None if d.cosine is None else _number(1 - d.cosine),
+            "is_code": d.is_code,
+            "is_object": d.is_object,
         }
         for d in result.differences
     ]
@@ -214,7 +239,8 @@ def of_difference(a: Path_, b: Path_, **options: Unpack[Reading]) -> Values:
         "differences": rows,
         "num_equal": result.num_equal,
         "notes": list(result.notes),
-        "verdict": "the same" if result.is_same else _summary(rows, result.num_equal),
+        "is_same": result.is_same,
+        "verdict": "the same" if result.is_same else _summary(result, rows),
         "next": [],
         "problems": [],
         "not_finite": [],
@@ -223,7 +249,7 @@ def of_difference(a: Path_, b: Path_, **options: Unpack[Reading]) -> Values:
 
 def _by_size(row: Values) -> float:
     """Returns a key that sorts the largest relative difference first, and NaN before all."""
-    found = row["max_rel"]
+    found = 0.0 if row["is_code"] else row["max_rel"]
     return -math.inf if found is None else -float(found)
 
 
@@ -307,6 +333,7 @@ def _verdict(
     not_finite: Sequence[str],
     manifest: Manifest | None,
     is_measured: bool,
+    has_read: bool,
     world_size: int | None,
 ) -> str:
     if problems:
@@ -314,11 +341,11 @@ def _verdict(
     if not_finite:
         more = f" and {len(not_finite) - 1} more" if len(not_finite) > 1 else ""
         return f"not finite: NaN or infinity in {not_finite[0]}{more}"
-    sealed = (
-        "sealed (a report reads no data: ckpt verify does)"
-        if manifest is not None
-        else "complete, without a manifest"
-    )
+    sealed = "sealed" if manifest is not None else "complete, without a manifest"
+    if has_read:
+        sealed += ", its tensors are as they were written" * (manifest is not None)
+    else:
+        sealed += " (no data were read: ckpt verify reads all)" * (manifest is not None)
     finite = "finite" if is_measured else "values not measured"
     noun = "rank" if world_size == 1 else "ranks"
     any_number = ", and resumes on any number" if manifest is not None else ""
@@ -340,15 +367,22 @@ def _next(
 
 
 def _verdict_of_run(found_steps: Sequence[Step]) -> str:
-    bad = [s for s in found_steps if s.problem]
+    bad = [s for s in found_steps if s.problem or s.twin or s.superseded_by]
     not_finite = [s.number for s in found_steps if s.is_finite is False]
     unknown = sum(s.is_finite is None and not s.problem for s in found_steps)
     unread = sum(s.error is not None for s in bad)
-    parts = [f"{len(found_steps) - len(bad)} complete steps"]
+    unsealed = sum(s.manifest is None for s in found_steps if s not in bad)
+    parts = [f"{len(found_steps) - len(bad) - unsealed} complete steps"]
     if unread:
         parts.append(f"{unread} cannot be read")
-    if len(bad) > unread:
-        parts.append(f"{len(bad) - unread} incomplete")
+    for number, what in (
+        (sum(bool(s.problem) for s in bad) - unread, "incomplete"),
+        (unsealed, "without a manifest, not counted"),
+        (len({s.number for s in bad if s.twin and not s.problem}), "there twice"),
+        (sum(bool(s.superseded_by) and not s.problem for s in bad), "set aside by a rollback"),
+    ):
+        if number:
+            parts.append(f"{number} {what}")
     if not_finite:
         parts.append(f"not finite: step {', '.join(map(str, not_finite[:8]))}")
     if unknown:
@@ -357,13 +391,22 @@ def _verdict_of_run(found_steps: Sequence[Step]) -> str:
 
 
 def _next_of_run(root: str, steps: Sequence[Step]) -> list[str]:
-    full = [s for s in steps if not s.problem and not s.thinned and not s.superseded_by]
+    full = [s for s in steps if s.counts and not s.thinned]
     lines = [f"ckpt check {root}"]
     if len(full) > 1:
         lines.append(f"ckpt thin {root} --keep-full 1 --dry-run")
     return [*lines, f"ckpt prune {root} --keep-last 3 --dry-run"]
 
 
-def _summary(rows: Sequence[Values], num_equal: int) -> str:
+def _summary(result: DiffResult, rows: Sequence[Values]) -> str:
     first = f"; most in {rows[0]['name']}" if rows else ""
-    return f"tensors that differ: {len(rows)}; equal, objects included: {num_equal}{first}"
+    objects = sum(row["is_object"] for row in rows)
+    counts = (
+        (len(rows) - objects, "tensors with other values"),
+        (objects, "objects with other values"),
+        (len(result.changes), "of another type or shape"),
+        (len(result.only_a), "only in the first"),
+        (len(result.only_b), "only in the second"),
+    )
+    what = ", ".join(f"{number} {name}" for number, name in counts if number)
+    return f"differ: {what}; equal, objects included: {result.num_equal}{first}"

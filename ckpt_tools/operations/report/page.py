@@ -20,7 +20,7 @@ def render_page(data: dict[str, Any], reload_s: int = 0) -> bytes:
 
     Args:
         data: from `collect`.
-        reload_s: the browser loads the page again after so many seconds; never if 0.
+        reload_s: the browser loads the page again so many seconds after it is drawn; never if 0.
 
     Raises:
         CheckpointError: plotly is not installed.
@@ -32,9 +32,8 @@ def render_page(data: dict[str, Any], reload_s: int = 0) -> bytes:
             "a report needs plotly", hint="pip install 'ckpt-tools[report]'"
         ) from error
     text = resources.files("ckpt_tools.operations.report").joinpath("page.html").read_text("utf-8")
-    refresh = f'<meta http-equiv="refresh" content="{reload_s}">' if reload_s else ""
     for mark, value in (
-        ("<!--REFRESH-->", refresh),
+        ("/*RELOAD_S*/", str(reload_s)),
         ("/*LIBRARY*/", _packed(get_plotlyjs().encode())),
         ("/*DATA*/", _packed(json.dumps(data, allow_nan=False).encode())),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,9 +17,12 @@ from ckpt_tools.errors import (
     StorageError,
     printable,
 )
+from ckpt_tools.formats.base import new_attempt
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import list_steps
+from ckpt_tools.publish.disk.commit import add_file
+from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.step import refuse_unreadable
+from ckpt_tools.run.steps import list_steps
 from ckpt_tools.transfer.options import Path_
 
 VALUES = ("rms", "max", "zeros", "change")
@@ -71,14 +75,16 @@ def plot(
         )
     if os.path.lexists(path) and not overwrite:
         raise StorageError(f"it exists: {printable(str(path))}", hint="--overwrite replaces it")
-    steps = [s for s in list_steps(open_root(root, storage_options)) if s.is_finite is not None]
+    there = list_steps(open_root(root, storage_options))
+    refuse_unreadable(there, "which values to draw")
+    steps = [step for step in there if step.is_finite is not None]
     if not steps:
         raise NotACheckpointError(
             f"no step of {printable(str(root))} was saved with statistics",
             hint="CheckpointManager(…, statistics=True)",
         )
     names = list(dict.fromkeys(n for s in steps if s.manifest for n in s.manifest.tensors))
-    check_globs(tensor, names, "--tensor")
+    check_globs(tensor, names, "--select")
     chosen = [name for name in names if matcher(tensor)(name)]
     numbers = [step.number for step in steps]
     lines = {
@@ -90,7 +96,7 @@ def plot(
         ]
         for name in chosen
     }
-    _draw(path, numbers, lines, _LABELS[value])
+    _draw(path, numbers, lines, _LABELS[value], overwrite)
     return chosen
 
 
@@ -105,7 +111,11 @@ def _value(found: TensorStatistics | None, value: str) -> float:
 
 
 def _draw(
-    path: Path, numbers: Sequence[int], lines: Mapping[str, Sequence[float]], label: str
+    path: Path,
+    numbers: Sequence[int],
+    lines: Mapping[str, Sequence[float]],
+    label: str,
+    overwrite: bool,
 ) -> None:
     try:
         import matplotlib as mpl
@@ -115,6 +125,7 @@ def _draw(
             "a plot needs matplotlib", hint="pip install 'ckpt-tools[report]'"
         ) from error
     mpl.use("Agg")
+    mpl.rcParams["text.parse_math"] = False  # a name may have two dollar signs
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
@@ -140,5 +151,7 @@ def _draw(
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    figure.savefig(path)
+    page = io.BytesIO()
+    figure.savefig(page, format=path.suffix[1:])
     plt.close(figure)
+    add_file(path.absolute().parent, path.name, page.getvalue(), new_attempt(), overwrite)

@@ -11,10 +11,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Unpack
 
-from ckpt_tools.errors import CheckpointError, PlanError, StorageError, printable
+from ckpt_tools.errors import (
+    CatalogError,
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    PlanError,
+    StorageError,
+    printable,
+    redacted,
+)
+from ckpt_tools.formats.base import new_attempt
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.report import collect
 from ckpt_tools.operations.report.page import render_page, render_problem
+from ckpt_tools.publish.disk.commit import add_file
 from ckpt_tools.transfer.options import Path_, Reading
 
 RELOAD_S = 10
@@ -35,17 +46,23 @@ def report_data(
         **options: see `Reading`.
 
     Raises:
-        CheckpointError: something cannot be read.
+        CheckpointError: something is no checkpoint, or cannot be read. Damage is no error.
     """
-    if other is not None:
-        return collect.of_difference(src, other, **options)
-    if steps := collect.steps_of(src, options.get("storage_options")):
-        return collect.of_run(src, steps)
+    name, storage_options = redacted(os.fspath(src)), options.get("storage_options")
     try:
+        if other is not None:
+            name = f"{name} and {redacted(os.fspath(other))}"
+            return collect.of_difference(src, other, **options)
+        if (run := collect.of_run_at(src, storage_options)) is not None:
+            return run
         return collect.of_checkpoint(src, read_values, **options)
-    except CheckpointError:
-        if steps := collect.steps_of(src, options.get("storage_options")):  # the first is there now
-            return collect.of_run(src, steps)
+    except CheckpointError as error:
+        # the first step of a run may be there now
+        if other is None and (run := collect.of_run_at(src, storage_options)) is not None:
+            return run
+        if isinstance(error, CatalogError | FormatError | IntegrityError):
+            paths = [redacted(os.fspath(path)) for path in (src, other) if path is not None]
+            return collect.of_damaged(name, [printable(str(error))], paths)
         raise
 
 
@@ -93,15 +110,7 @@ def report(
         raise StorageError(f"it exists: {printable(str(path))}", hint="--overwrite replaces it")
     data = report_data(src, other, read_values=read_values, **options)
     page = render_page(data)
-    part = path.with_name(f".tmp.{path.name}.{os.getpid()}")
-    try:
-        part.write_bytes(page)
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise StorageError(
-            f"cannot write {printable(str(path))}: {error.strerror or error}"
-        ) from error
+    add_file(path.parent, path.name, page, new_attempt(), overwrite)
     refuse_unread_steps(data)
     return len(page)
 
@@ -152,6 +161,7 @@ def serve(make: Callable[[], dict[str, Any]], port: int) -> ThreadingHTTPServer:
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(data)))
                 self.send_header("X-Content-Type-Options", "nosniff")
+                self.send_header("X-Frame-Options", "DENY")
                 self.end_headers()
                 self.wfile.write(data)
 

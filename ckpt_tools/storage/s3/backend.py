@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -20,6 +21,7 @@ from ckpt_tools.storage.stream import Stream
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+_CRC64 = re.compile("[0-9a-f]{16}")
 _READERS = 8  # each keeps memory for the bytes that it reads
 
 
@@ -73,6 +75,8 @@ class S3Backend:
         head = self._s3.head(url, path)
         notes, stored = head.get("Metadata", {}), stored_crc64(head)
         claim = notes.get(CLAIM, "") if stored is None and MARK in notes else ""
+        if not _CRC64.fullmatch(claim):  # whoever may write there can forge it
+            claim = ""
         return ObjectInfo(
             int(claim, 16) if claim else stored,
             MARK in notes,

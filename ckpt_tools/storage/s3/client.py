@@ -19,6 +19,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ckpt_tools.core import ending
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.base import Data, Traffic
 from ckpt_tools.storage.retries import retry, translated
@@ -35,6 +36,7 @@ _KINDS = {
     "head_bucket": "HEAD",
     "get_object": "GET",
     "put_object": "PUT",
+    "copy_object": "PUT",
     "upload_part": "PUT",
     "upload_part_copy": "PUT",
     "create_multipart_upload": "POST",
@@ -54,6 +56,7 @@ _GENERAL_OPTIONS = (
     "asynchronous",
     "loop",
     "batch_size",
+    "profile",  # of the AWS configuration; s3fs passes it on to its session
 )
 
 
@@ -119,7 +122,9 @@ class S3:
         """Fetches a range with the second client on this thread; if that fails, with s3fs."""
         bucket, key, _ = self.fs.split_path(path)
         data = self.server.fast.get(self.fs, bucket, key, start, nbytes, etag)
-        return self.run(self.fetch(path, start, nbytes, etag)).result() if data is None else data
+        return (
+            ending.result(self.run(self.fetch(path, start, nbytes, etag))) if data is None else data
+        )
 
     async def fetch(self, path: str, start: int, nbytes: int, etag: str | None) -> Data:
         """Fetches a range of an object, or of one version of it.
@@ -174,7 +179,9 @@ class S3:
         Raises:
             StorageError: it failed.
         """
-        return retry(operation, url, lambda: self.run(self.ask(method, **kwargs)).result(), missing)
+        return retry(
+            operation, url, lambda: ending.result(self.run(self.ask(method, **kwargs))), missing
+        )
 
     def get(self, url: str, path: str) -> dict[str, Any]:
         """Returns a small object: `Body` as bytes, and the answer's other fields; {} if missing."""
@@ -186,7 +193,7 @@ class S3:
             finally:
                 answer["Body"].close()
 
-        return dict(retry("read", url, lambda: self.run(fetch()).result(), missing={}))
+        return dict(retry("read", url, lambda: ending.result(self.run(fetch())), missing={}))
 
     def pages(self, url: str, path: str, delimiter: str = "") -> Iterator[list[dict[str, Any]]]:
         """Yields the entries below a prefix, up to 1,000 for each request.
@@ -339,9 +346,11 @@ class _SendBudget:
         self._limit, self._used, self._free = limit, 0, threading.Condition()
 
     def enter(self, nbytes: int) -> None:
+        is_cleaning = ending.has_begun()
         with self._free:
             while self._used and self._used + nbytes > self._limit:
-                self._free.wait(1.0)
+                self._free.wait(0.2)
+                ending.refuse_wait(is_cleaning)
             self._used += nbytes
 
     def leave(self, nbytes: int) -> None:

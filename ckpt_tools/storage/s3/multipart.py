@@ -16,9 +16,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_tools.core import ending
 from ckpt_tools.core.checksum import crc64nvme, hex64, join_crc64
+from ckpt_tools.core.logs import log
 from ckpt_tools.errors import IntegrityError, StorageError, printable
-from ckpt_tools.storage.retries import ATTEMPTS, appeared, delay, failure, may_pass, pause, status
+from ckpt_tools.storage.retries import (
+    ATTEMPTS,
+    appeared,
+    delay,
+    failure,
+    may_pass,
+    pause,
+    retry,
+    status,
+)
 from ckpt_tools.storage.s3.client import S3, encoded, stored_crc64
 from ckpt_tools.storage.s3.open_uploads import OpenUpload, SentPart
 
@@ -125,7 +136,10 @@ class Upload:
             False,
         )
         self.kept_nbytes = 0  # bytes that an earlier try has sent
+        self._source: dict[str, Any] = {}  # of a copy of a whole object
+        self._is_proved = False  # the store has told its checksum
         self._expected: int | None = None
+        self._creation: Future[Any] | None = None  # the last request that starts the upload
         self._lock, self._begin = threading.Lock(), threading.Lock()
 
     @property
@@ -188,18 +202,18 @@ class Upload:
     def begin(self) -> str:
         """Starts the multipart upload, if not yet started; returns its id."""
         with self._begin:
+            if self._is_over:
+                raise StorageError(f"cannot write: it was given up before ({printable(self._url)})")
             if not self._upload_id:
-                sums = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"}
-                answer = self._s3.call(
-                    "create",
-                    self._url,
-                    "create_multipart_upload",
-                    **self._at,
-                    Metadata=self._metadata,
-                    **sums,
-                )
+                answer = retry("create", self._url, self._create)
                 self._upload_id = str(answer["UploadId"])
             return self._upload_id
+
+    def _create(self) -> Any:
+        sums = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"}
+        work = self._s3.ask("create_multipart_upload", **self._at, Metadata=self._metadata, **sums)
+        self._creation = self._s3.run(work)
+        return ending.result(self._creation, keeps=True)
 
     def _send(self, number: int, data: bytes) -> None:
         crc = crc64nvme(data)
@@ -233,6 +247,17 @@ class Upload:
             CopySourceRange=f"bytes={source_start}-{source_start + nbytes - 1}",
             CopySourceIfMatch=etag,
         )
+
+    def copy_whole(self, source: str, etag: str) -> None:
+        """Makes the store copy the whole of another of its objects, with one request at the end.
+
+        Args:
+            source: bucket and key.
+            etag: ETag of the source. It is an error if the source has changed.
+        """
+        assert self.is_small
+        self._source = {"CopySource": self._s3.at(source), "CopySourceIfMatch": etag}
+        self._sent[0] = SentPart("", self.nbytes, None)
 
     def expect(self, crc64: int) -> None:
         """Sets the expected checksum of the whole object.
@@ -272,7 +297,11 @@ class Upload:
 
     def finish(self) -> None:
         """Waits until the store has every part, then completes the object unless `is_held`."""
-        for future in wait(self._running).done:  # callbacks may still run after this
+        for future in self._running:  # callbacks may still run after this
+            with suppress(Exception):
+                ending.result(future)
+            if not future.done():
+                raise StorageError(f"the process ends: {printable(self._url)} is not complete")
             self._error = self._error or (None if future.cancelled() else future.exception())
         self._raise_early()
         low, high = (
@@ -324,7 +353,7 @@ class Upload:
         for attempt in range(ATTEMPTS):
             work, self._put = self._put or self._start_end(condition), None
             try:
-                work.result()
+                ending.result(work)
                 break
             except Exception as error:  # noqa: BLE001  # the state of the object is checked below
                 try:
@@ -372,6 +401,8 @@ class Upload:
         """Starts the last step: one PUT of the whole object, or the end of a multipart upload."""
         if not self.is_small:
             return self._s3.run(self._ask_complete(condition))
+        if self._source:
+            return self._s3.run(self._ask_copy(condition))
         data = self._parts[0].data if self._parts else bytearray()
         crc, flight = crc64nvme(data), self._s3.server.flight
         self._sent[0] = SentPart("", len(data), crc)
@@ -385,6 +416,19 @@ class Upload:
         self._s3.note(
             await self._s3.ask("put_object", **self._at, Body=data, Metadata=self._metadata, **more)
         )
+
+    async def _ask_copy(self, condition: dict[str, str]) -> None:
+        answer = await self._s3.ask(
+            "copy_object",
+            **self._at,
+            **self._source,
+            Metadata=self._metadata,
+            MetadataDirective="REPLACE",
+            ChecksumAlgorithm="CRC64NVME",
+            **condition,
+        )
+        told = stored_crc64(answer.get("CopyObjectResult", {}))
+        self._is_proved = told is not None and told == self._crc64()
 
     async def _ask_complete(self, condition: dict[str, str]) -> None:
         crc = self._crc64()
@@ -415,6 +459,8 @@ class Upload:
 
     def _prove(self) -> None:
         """Compares the stored object with the sent one: size, and checksum if the store has it."""
+        if self._is_proved:
+            return
         head = self._head()
         if head.get("Metadata", {}).get(MARK) != self._metadata[MARK]:
             what = "replaced" if head else "removed"
@@ -449,15 +495,16 @@ class Upload:
         return "try again; if it fails again, the store or the network changes bytes"
 
     def abort(self) -> None:
-        if self._is_over:
-            return
-        self._is_over = True
+        with self._begin:
+            if self._is_over:
+                return
+            self._is_over = True
         running = [*self._running, *([self._put] if self._put else [])]
         for future in running:
             future.cancel()
-        wait(running, 30)
+        wait(running, 0.5 if ending.has_begun() else 30)
         self._parts.clear()
-        if self._upload_id and self._how.begun is None:
+        if self._how.begun is None and (upload_id := self._upload_id or self._created()):
             try:
                 self._s3.call(
                     "give up",
@@ -465,10 +512,20 @@ class Upload:
                     "abort_multipart_upload",
                     missing={},
                     **self._at,
-                    UploadId=self._upload_id,
+                    UploadId=upload_id,
                 )
-            except StorageError:
-                return  # `ckpt prune` removes it later
+            except StorageError as error:
+                if ending.has_begun():
+                    ending.cut()
+                else:
+                    log.warning("an unfinished upload is left; ckpt prune removes it: %s", error)
+
+    def _created(self) -> str:
+        """Returns the id of an upload that was being started when a signal came; "" if none."""
+        try:
+            return str(ending.result(self._creation)["UploadId"]) if self._creation else ""
+        except Exception:  # noqa: BLE001  # the store has refused it, or has not answered in time
+            return ""
 
 
 def refuses(s3: S3, path: str, url: str, data: bytes, is_small: bool) -> bool:

@@ -1,0 +1,1 @@
+"""Publishes below a prefix of an object store: attempts, leases, leftovers."""

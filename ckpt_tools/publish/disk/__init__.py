@@ -1,0 +1,1 @@
+"""Publishes to a directory of a disk: stage, commit, lock."""

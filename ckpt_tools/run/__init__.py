@@ -1,0 +1,1 @@
+"""A run: the directory or prefix that holds the steps of one job."""

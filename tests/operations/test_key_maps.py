@@ -1,0 +1,312 @@
+"""Key maps and names: every tensor is explained, every rule matches, and the result has the names
+that its config's model has.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpt_tools
+from ckpt_tools import PlanError
+from tests.operations.llamas import base, llama
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def write_map(folder: Path, **rules: Any) -> Path:
+    path = folder / "map.json"
+    path.write_text(json.dumps(rules))
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    save_file({f"{n}.weight": torch.ones(4, 2) for n in "abc"}, tmp_path / "m.safetensors")
+    return tmp_path / "m.safetensors"
+
+
+def test_a_name_that_no_rule_explains_is_refused_with_a_list(
+    model: Path, tmp_path: Path, ckpt: Run
+) -> None:
+    rules = write_map(tmp_path, rename=[["^a\\.", "first."]])
+    out = tmp_path / "o.safetensors"
+    words = ("convert", model, out, "--to", "safetensors", "--map", rules)
+    done = ckpt(*words)
+    assert done.returncode == 13 and "matches 2 names: b.weight, c.weight" in done.stderr
+    assert not out.exists()
+    done = ckpt(*words, "--partial")
+    assert done.returncode == 0, done.stderr
+    assert "no rule of the key map matches 2 names: b.weight, c.weight" in done.stdout
+    assert load_file(out).keys() == {"first.weight", "b.weight", "c.weight"}
+
+
+def test_names_that_a_map_keeps_or_drops_are_explained(model: Path, tmp_path: Path) -> None:
+    rules = write_map(tmp_path, rename=[["^a\\.", "first."]], keep=["b\\..*"], drop=["c\\..*"])
+    out = tmp_path / "o.safetensors"
+    result = ckpt_tools.convert(model, out, to="safetensors", key_map=rules)
+    assert load_file(out).keys() == {"first.weight", "b.weight"}
+    assert any("left out by the key map: 1 (c.weight)" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"rename": [[".", "\\g<0>"], ["^z\\.", "y."]]},
+        {
+            "keep": [".*"],
+            "rename": [["^a\\.", "x."]],
+            "rope": [{"match": "z", "heads": 2, "to": "pairs"}],
+        },
+        {
+            "keep": [".*"],
+            "rename": [["^a\\.", "x."]],
+            "fuse": [{"match": "z", "from": ["z"], "into": "y"}],
+        },
+    ],
+    ids=["rename", "rope", "fuse"],
+)
+def test_a_rule_that_matches_nothing_is_refused_unless_it_is_optional(
+    rules: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "o.safetensors"
+    with pytest.raises(PlanError, match="a rule of the key map matches nothing: '.*z"):
+        ckpt_tools.convert(model, out, to="safetensors", key_map=write_map(tmp_path, **rules))
+    for kind in ("rope", "fuse"):
+        rules[kind] = [{**rule, "optional": True} for rule in rules.get(kind, [])]
+    rules["rename"] = [[*rule, "optional"] for rule in rules["rename"]]
+    ckpt_tools.convert(model, out, to="safetensors", key_map=write_map(tmp_path, **rules))
+
+
+SPLIT = {"match": "(.*)\\.qkv", "into": ["\\1.q", "\\1.k", "\\1.v"], "parts": [4, 2, 2]}
+FUSE = {"match": "(.*)\\.q", "from": ["\\1.q", "\\1.k", "\\1.v"], "into": "\\1.qkv"}
+
+
+def test_rows_in_groups_are_split_and_fused(tmp_path: Path) -> None:
+    """Two groups of query heads, each with its key and its value, as in Megatron and GPT-NeoX."""
+    whole = torch.arange(16 * 3, dtype=torch.float32).reshape(16, 3)
+    save_file({"l.qkv": whole}, tmp_path / "m.safetensors")
+    rules = write_map(tmp_path, split=[{**SPLIT, "groups": "kv"}])
+    ckpt_tools.convert(
+        tmp_path / "m.safetensors",
+        tmp_path / "s.safetensors",
+        to="safetensors",
+        key_map=rules,
+        settings={"kv": 2},
+    )
+    rows = whole.view(2, 4, 2, 3)  # groups, heads in a group, rows of a head
+    got = load_file(tmp_path / "s.safetensors")
+    assert torch.equal(got["l.q"], rows[:, :2].reshape(8, 3))
+    assert torch.equal(got["l.k"], rows[:, 2].reshape(4, 3))
+    assert torch.equal(got["l.v"], rows[:, 3].reshape(4, 3))
+    rules = write_map(tmp_path, fuse=[{**FUSE, "groups": 2}])
+    ckpt_tools.convert(
+        tmp_path / "s.safetensors", tmp_path / "b.safetensors", to="safetensors", key_map=rules
+    )
+    assert torch.equal(load_file(tmp_path / "b.safetensors")["l.qkv"], whole)
+    rules = write_map(tmp_path, split=[{**SPLIT, "groups": 3}])
+    with pytest.raises(PlanError, match=r"16 rows cannot be split as \[4, 2, 2\] in 3 groups"):
+        ckpt_tools.convert(
+            tmp_path / "m.safetensors", tmp_path / "x.safetensors", to="safetensors", key_map=rules
+        )
+
+
+def job(path: Path, model: dict[str, torch.Tensor], states: dict[str, Any], groups: Any) -> Path:
+    optimizer = {"state": states, "param_groups": groups}
+    torch.save({"model": model, "optimizer": optimizer}, path)
+    return path
+
+
+def adam(rows: int, step: float = 1.0) -> dict[str, torch.Tensor]:
+    return {"exp_avg": torch.ones(rows, 2), "step": torch.tensor(step)}
+
+
+THREE = {f"l.{n}": torch.ones(4, 2) for n in "qkv"}
+
+
+@pytest.mark.parametrize(
+    ("states", "groups", "reason"),
+    [
+        (
+            {name: adam(4, step=2.0 if name == "l.k" else 1.0) for name in THREE},
+            [{"lr": 0.1, "params": list(THREE)}],
+            "whose 'step' differs",
+        ),
+        (
+            {name: adam(4) for name in ("l.q", "l.k")},
+            [{"lr": 0.1, "params": list(THREE)}],
+            "the state of a tensor is missing: 'l.v'",
+        ),
+        (
+            {name: adam(4) for name in THREE},
+            [{"lr": 0.1, "params": ["l.q", "l.k"]}, {"lr": 0.2, "params": ["l.v"]}],
+            "different options",
+        ),
+        (
+            {name: adam(4) | {"row": torch.ones(4) * number} for number, name in enumerate(THREE)},
+            [{"lr": 0.1, "params": list(THREE)}],
+            "'row' differs, or cannot be joined",
+        ),
+    ],
+    ids=["step", "missing", "groups", "factored"],
+)
+def test_moments_that_cannot_be_joined_are_refused(
+    states: dict[str, Any], groups: Any, reason: str, tmp_path: Path
+) -> None:
+    source = job(tmp_path / "j.pt", THREE, states, groups)
+    arguments = {"to": "torch", "key_map": write_map(tmp_path, fuse=[FUSE])}
+    with pytest.raises(PlanError, match=reason):
+        ckpt_tools.convert(source, tmp_path / "o.pt", **arguments)
+    ckpt_tools.convert(source, tmp_path / "o.pt", **arguments, model_only=True)
+    assert [t.shape for t in whole(tmp_path / "o.pt").values()] == [(12, 2)]
+
+
+def test_a_moment_of_another_shape_than_its_parameter_is_not_cut(tmp_path: Path) -> None:
+    state = {"l.qkv": {"exp_avg": torch.ones(8, 2), "row": torch.ones(8)}}
+    source = job(
+        tmp_path / "j.pt", {"l.qkv": torch.ones(8, 2)}, state, [{"lr": 0.1, "params": ["l.qkv"]}]
+    )
+    with pytest.raises(PlanError, match=r"its state 'row' has the shape \[8\]"):
+        ckpt_tools.convert(
+            source, tmp_path / "o.pt", to="torch", key_map=write_map(tmp_path, split=[SPLIT])
+        )
+
+
+def test_a_map_may_fuse_the_moments_alone(tmp_path: Path) -> None:
+    """As for a model whose state dict has separate tensors, and whose parameter is fused."""
+    states = {name: {"exp_avg": torch.randn(4, 2), "step": torch.tensor(3.0)} for name in THREE}
+    source = job(tmp_path / "j.pt", THREE, states, [{"lr": 0.1, "params": list(THREE)}])
+    rules = write_map(tmp_path, fuse=[{**FUSE, "groups": 2, "of": "optimizer"}], keep=[".*"])
+    result = ckpt_tools.convert(source, tmp_path / "o.pt", to="torch", key_map=rules)
+    assert not result.left_out
+    got = torch.load(tmp_path / "o.pt")
+    assert got["model"].keys() == THREE.keys()
+    assert got["optimizer"]["param_groups"][0]["params"] == ["l.qkv"]
+    moments = torch.stack([states[n]["exp_avg"].view(2, 2, 2) for n in THREE], 1)
+    assert torch.equal(got["optimizer"]["state"]["l.qkv"]["exp_avg"], moments.reshape(12, 2))
+    back = write_map(
+        tmp_path, split=[{**SPLIT, "parts": [1, 1, 1], "groups": 2}], keep=["l\\.[qkv]"]
+    )
+    ckpt_tools.convert(tmp_path / "o.pt", tmp_path / "b.pt", to="torch", key_map=back)
+    got = torch.load(tmp_path / "b.pt")
+    assert all(
+        torch.equal(got["optimizer"]["state"][n]["exp_avg"], states[n]["exp_avg"]) for n in THREE
+    )
+
+
+def test_heads_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
+    save_file({n: v.clone() for n, v in llama().state_dict().items()}, tmp_path / "m.safetensors")
+    with pytest.raises(PlanError, match="--set heads=8, but the config has 4"):
+        ckpt_tools.convert(
+            tmp_path / "m.safetensors",
+            tmp_path / "titan",
+            to="dcp",
+            key_map="llama_hf_to_titan",
+            base=base(llama(), tmp_path / "base"),
+            settings={"heads": 8, "kv_heads": 2},
+        )
+
+
+# ---- names of the target -------------------------------------------------------------------------
+
+
+def whole(path: Path) -> dict[str, torch.Tensor]:
+    with ckpt_tools.open(path) as found:
+        return {name: found[name][...].clone() for name in found.names()}
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf", "torch", "dcp"])
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
+def test_names_that_all_begin_with_model_stay_as_they_are(
+    kind: str, to: str, tmp_path: Path
+) -> None:
+    """A transformers model without an output of its own: all its names begin with `model.`"""
+    weights = {n: v for n, v in llama(tied=True).state_dict().items() if n != "lm_head.weight"}
+    assert all(name.startswith("model.") for name in weights)
+    source = tmp_path / f"m.{kind}"
+    if kind == "pt":
+        torch.save(weights, source)
+    else:
+        save_file(weights, source)
+    out = tmp_path / {"safetensors": "out.safetensors", "torch": "out.pt"}.get(to, "out")
+    ckpt_tools.convert(source, out, to=to)
+    ckpt_tools.merge(source, tmp_path / "merged.safetensors")
+    assert whole(out).keys() == whole(tmp_path / "merged.safetensors").keys() == weights.keys()
+
+
+@pytest.mark.slow
+def test_the_names_are_those_of_the_configs_model(tmp_path: Path, ckpt: Run) -> None:
+    weights = {n: v.clone() for n, v in llama().state_dict().items()}
+    weights["model.final_norm.weight"] = weights.pop("model.norm.weight")
+    save_file(weights, tmp_path / "m.safetensors")
+    folder = base(llama(), tmp_path / "base")
+    (folder / "model.safetensors").unlink()
+    words = ("convert", tmp_path / "m.safetensors", tmp_path / "hf", "--to", "hf", "--base", folder)
+    done = ckpt(*words)
+    assert done.returncode == 13 and "names of the config's model: model.norm" in done.stderr
+    assert not (tmp_path / "hf").exists()
+    done = ckpt(*words, "--partial")
+    assert done.returncode == 0 and "model.final_norm.weight" in done.stdout
+    done = ckpt(*words, "--overwrite", "--rename", "final_norm=norm")
+    assert done.returncode == 0 and "names of the config's model" not in done.stdout
+
+
+@pytest.mark.slow
+def test_without_transformers_the_weights_of_the_base_tell_the_names(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text('{"model_type": "not known to transformers"}')
+    save_file({"a": torch.ones(2)}, tmp_path / "m.safetensors")
+    result = ckpt_tools.convert(
+        tmp_path / "m.safetensors", tmp_path / "one", to="hf", base=tmp_path / "base"
+    )
+    assert any("names were not compared" in note for note in result.notes)
+    save_file({"b": torch.ones(2)}, tmp_path / "base" / "model.safetensors")
+    with pytest.raises(PlanError, match="have other names than the result: a"):
+        ckpt_tools.convert(
+            tmp_path / "m.safetensors", tmp_path / "two", to="hf", base=tmp_path / "base"
+        )
+    result = ckpt_tools.convert(
+        tmp_path / "m.safetensors", tmp_path / "two", to="hf", base=tmp_path / "base", partial=True
+    )
+    assert any("lack: a" in note for note in result.notes)
+
+
+@pytest.mark.slow
+def test_names_of_experts_in_memory_are_told(tmp_path: Path) -> None:
+    """transformers joins the experts of a layer in memory, and the files on the Hub have each."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        moe_intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=4,
+        head_dim=8,
+    )
+    made = transformers.Qwen3MoeForCausalLM(config)
+    made.save_pretrained(tmp_path / "base")
+    shutil.copy(tmp_path / "base" / "model.safetensors", tmp_path / "hub.safetensors")
+    save_file({n: v.clone() for n, v in made.state_dict().items()}, tmp_path / "m.safetensors")
+    result = ckpt_tools.convert(
+        tmp_path / "m.safetensors", tmp_path / "hf", to="hf", base=tmp_path / "base", check=True
+    )
+    told = next(note for note in result.notes if "in memory" in note)
+    assert "experts.gate_up_proj" in told
+    (tmp_path / "base" / "model.safetensors").unlink()  # a config alone
+    for source, is_told in (("m.safetensors", True), ("hub.safetensors", False)):
+        result = ckpt_tools.convert(
+            tmp_path / source, tmp_path / f"hf {is_told}", to="hf", base=tmp_path / "base"
+        )
+        told = "".join(note for note in result.notes if "in memory" in note)
+        assert ("files on the Hub have otherwise" in told and "gate_up_proj" in told) == is_told
