@@ -180,7 +180,7 @@ def test_steps_of_a_run_are_chosen_by_number(tmp_path: Path, ckpt: Run) -> None:
     for words, text in (
         (("--steps", "10:50:20"), "not complete, or not there: 50"),
         (("--steps", "10:35:10"), "expected FIRST:LAST:EVERY"),
-        (("--last", "9"), "expected from 2 to 4"),
+        (("--last", "9"), "at most the number of complete steps, 4"),
         (("--last", "2", "--weights", "1,nan"), "expected 2 finite numbers"),
         (("--last", "2", "--weights", "1,-1"), "whose sum is not 0"),
         (("--last", "2", "--weights", "1"), "expected 2 finite numbers"),
