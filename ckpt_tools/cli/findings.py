@@ -6,16 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ckpt_tools.cli.render import (
-    BOLD,
-    GREEN,
-    RED,
     count,
     format_size,
     show_transfer,
     some_names,
-    style,
-    table,
 )
+from ckpt_tools.cli.tables import BOLD, GREEN, RED, style, table
+from ckpt_tools.core.naming import is_optimizer_state
 from ckpt_tools.errors import printable
 from ckpt_tools.operations.diff import Difference, DiffResult
 from ckpt_tools.operations.salvage import SalvageResult
@@ -42,7 +39,7 @@ def show_verdict(result: VerifyResult, quick: bool = False) -> None:
             )
             for p in found[:_SHOWN]
         ]
-        table(("entry", "file", "byte", "rank", "what"), rows)
+        table(("entry", "file", "byte", "rank", "what"), rows, right=(2, 3))
         _more(len(found))
     if result.findings:
         seen = [
@@ -54,7 +51,7 @@ def show_verdict(result: VerifyResult, quick: bool = False) -> None:
             )
             for f in result.findings[:_SHOWN]
         ]
-        table(("tensor", "NaN", "infinite", "all the same"), seen)
+        table(("tensor", "NaN", "infinite", "all the same"), seen, right=(1, 2))
         _more(len(result.findings))
     if result.problems and result.num_entries:
         print(
@@ -128,11 +125,8 @@ def show_diff(result: DiffResult) -> None:
     groups = _by_module(result.differences)
     if groups:
         of_groups = [_group_row(name, found) for name, found in list(groups.items())[:_SHOWN]]
-        table(
-            ("differs", "entries", "elements", "first", "max |a-b|", "max rel", "min cosine"),
-            of_groups,
-            right=(1, 2, 4, 5, 6),
-        )
+        head = ("entry", "differ", "max |a-b|", "max rel", "cosine", "first")
+        table(head, of_groups, right=(1, 2, 3, 4))
         _more(len(groups))
     for note in result.notes:
         print(f"  note: {note}")
@@ -161,11 +155,18 @@ def _module(fqn: str) -> str:
 
 
 def _by_module(differences: Sequence[Difference]) -> dict[str, list[Difference]]:
-    """Groups differences by name without layer numbers, the worst group first."""
+    """Groups differences by name without layer numbers.
+
+    Groups of weights come before those of optimizers, and the worst is the first of each.
+    """
     groups: dict[str, list[Difference]] = {}
     for found in differences:
         groups.setdefault(_module(found.fqn), []).append(found)
-    return dict(sorted(groups.items(), key=lambda item: -max(_size(f) for f in item[1])))
+    order = {
+        name: (is_optimizer_state(found[0].fqn), -max(map(_size, found)))
+        for name, found in groups.items()
+    }
+    return {name: groups[name] for name in sorted(groups, key=order.__getitem__)}
 
 
 def _size(found: Difference) -> float:
@@ -176,29 +177,27 @@ def _size(found: Difference) -> float:
 
 def _group_row(name: str, found: Sequence[Difference]) -> tuple[str, ...]:
     worst = max(found, key=_size)
+    shown = printable(name) + (f" ({len(found):,})" if len(found) > 1 else "")
+    different = sum(f.num_different for f in found)
     if worst.is_object or worst.is_code:
-        unit = " bytes" if worst.is_object else ""
-        return (
-            printable(name),
-            str(len(found)),
-            f"{sum(f.num_different for f in found):,}{unit}",
-            "-",
-            "-",
-            "-",
-            "-",
-        )
-    share = sum(f.num_different for f in found) / max(1, sum(f.numel for f in found))
+        return shown, f"{different:,} B" if worst.is_object else f"{different:,}", *"---", ""
     cosines = [f.cosine for f in found if f.cosine is not None]
-    where = f"{printable(worst.fqn) if len(found) > 1 else ''}{list(worst.first)}"
+    numbers = [part for part in worst.fqn.split(".") if part.isdigit()]
+    which = f"*={','.join(numbers)} " if len(found) > 1 else ""
     return (
-        printable(name),
-        str(len(found)),
-        f"{sum(f.num_different for f in found):,} ({share:.1%})",
-        where,
+        shown,
+        _part(different, sum(f.numel for f in found)),
         f"{max(f.max_abs for f in found):.3g}",
         f"{worst.max_rel:.3g}",
         f"{min(cosines):.6f}" if cosines else "-",
+        f"{which}{list(worst.first)}",
     )
+
+
+def _part(number: int, numel: int) -> str:
+    """Returns how many elements differ: a number if they are few, else a share."""
+    share = number / max(1, numel)
+    return f"{share:.1%}" if number >= 1000 and share >= 0.001 else f"{number:,}"
 
 
 def _summary(result: DiffResult) -> str:

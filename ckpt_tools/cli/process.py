@@ -10,6 +10,7 @@ import sys
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from ckpt_tools.cli.tables import RED, style
 from ckpt_tools.core import ending
 from ckpt_tools.errors import printable_lines, redacted
 from ckpt_tools.ranks.base import is_launched
@@ -106,8 +107,7 @@ def print_json(message: str, hint: str | None, code: int, kind: str) -> None:
 def fail(message: str, hint: str | None, code: int, kind: str = "") -> NoReturn:
     if kind:
         print_json(message, hint, code, kind)
-    red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
-    print(f"{red}error:{plain} {printable_lines(message)}", file=sys.stderr)
+    print(f"{style('error:', RED, sys.stderr)} {printable_lines(message)}", file=sys.stderr)
     if hint:
         print(f"hint: {printable_lines(hint)}", file=sys.stderr)
     raise SystemExit(code)

@@ -3,12 +3,50 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckpt_tools.cli.options import READS, Exclude, Select, Shared, Source, shares
-from ckpt_tools.errors import IntegrityError
+from ckpt_tools.errors import (
+    CheckpointError,
+    IntegrityError,
+    NotACheckpointError,
+    StorageError,
+)
+from ckpt_tools.storage.base import is_url
+
+if TYPE_CHECKING:
+    from ckpt_tools.operations.folder import Entry
+
+
+@contextmanager
+def listed_if_several(src: str, shared: Shared) -> Iterator[None]:
+    """Lists a folder on stdout, before the error, if it is not one checkpoint."""
+    try:
+        yield
+    except (NotACheckpointError, StorageError) as error:
+        entries = [] if shared.as_json else _entries_of(src, shared)
+        if not entries:
+            raise
+        from ckpt_tools.cli import render
+
+        render.show_entries(entries)
+        summary = str(error).partition("\n")[0].removesuffix(":")
+        raise type(error)(summary, hint=error.hint) from None
+
+
+def _entries_of(src: str, shared: Shared) -> list[Entry]:
+    from ckpt_tools.operations.folder import entries_of
+
+    if not is_url(src) and not os.path.isdir(src):
+        return []
+    with suppress(CheckpointError):
+        return entries_of(src, shared.storage_options)
+    return []
 
 
 @shares("storage_option", "shapes", "as_json")
@@ -27,7 +65,8 @@ def inspect(
     from ckpt_tools.cli import render
     from ckpt_tools.operations.inspect import inspect as operation
 
-    report = operation(src, shared.storage_options, shared.shapes)
+    with listed_if_several(src, shared):
+        report = operation(src, shared.storage_options, shared.shapes)
     if shared.as_json:
         print(json.dumps(render.report_as_json(report)))
     else:
@@ -75,13 +114,14 @@ def verify(
     from ckpt_tools.cli import findings as verdicts
     from ckpt_tools.operations.verify import verify as operation
 
-    result = operation(
-        src,
-        quick=quick,
-        deep=deep,
-        require_manifest=require_manifest,
-        **shared.reading,
-    )
+    with listed_if_several(src, shared):
+        result = operation(
+            src,
+            quick=quick,
+            deep=deep,
+            require_manifest=require_manifest,
+            **shared.reading,
+        )
     shared.show(lambda: verdicts.show_verdict(result, quick), result)
     if result.problems:
         raise SystemExit(IntegrityError.exit_code)
@@ -125,8 +165,8 @@ def diff(
 ) -> None:
     """Compare names, shapes, types and values of two checkpoints. Exit status 0 if equal, 1 if not.
 
-    For each tensor that differs, it shows the number of different elements, the first of them, the
-    largest absolute and relative difference, and the cosine. A tensor with the same fingerprint in
+    For each tensor that differs, it shows how many elements differ, the largest absolute and
+    relative difference, the cosine, and the first element. A tensor with the same fingerprint in
     both manifests is not read. Checkpoints without a common name are compared by the names of
     merge. Other exit statuses are errors.
     """

@@ -6,18 +6,19 @@ It depends only on the results, not on the operations' code.
 from __future__ import annotations
 
 import math
-import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.core.naming import key_path
+from ckpt_tools.cli.tables import BOLD, style, table
+from ckpt_tools.core.naming import find_optimizers, key_path
 from ckpt_tools.errors import printable, redacted
 
 if TYPE_CHECKING:
     from ckpt_tools.loop.steps.retention import Pruned
     from ckpt_tools.operations.copy import CopyResult
+    from ckpt_tools.operations.folder import Entry
     from ckpt_tools.operations.inspect import Report, Total
     from ckpt_tools.operations.run_bytes import StepBytes
     from ckpt_tools.operations.thin import ThinResult
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from ckpt_tools.transfer.result import TransferResult
 
 _MAX_ROWS = 40
-BOLD, DIM, RED, GREEN, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
 
 
 _FINITE = {True: "yes", False: "no", None: "-"}
@@ -45,23 +45,6 @@ def format_size(nbytes: int) -> str:
         if unit == 0
         else f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {'BKMGTP'[unit]}B"
     )
-
-
-def style(text: str, code: str) -> str:
-    """Returns text in a colour or bold, if stdout is a terminal."""
-    return f"{code}{text}{_PLAIN}" if sys.stdout.isatty() else text
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> None:
-    """Prints rows under a head; the columns in `right` are aligned to the right."""
-    cells = [list(head), *map(list, rows)]
-    widths = [max(len(r[c]) for r in cells) for c in range(len(head))]
-    for number, row in enumerate(cells):
-        line = "  ".join(
-            t.rjust(w) if c in right else t.ljust(w)
-            for c, (t, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        print("  " + (style(line, BOLD) if number == 0 else line))
 
 
 def count(number: int, noun: str) -> str:
@@ -98,12 +81,12 @@ def show_report(report: Report, *, tree: bool, ranks: bool) -> None:
             f"  not read: {', '.join(some)}{' …' if len(report.catalog.unread) > _OBJECTS else ''}"
         )
     print()
-    _totals("key", report.by_key)
+    _totals("key", _weights_first(report))
     print()
-    _totals("dtype", report.by_dtype)
+    _totals("dtype", _largest_first(report.by_dtype))
     if report.optimizer_states:
         print()
-        _totals("optimizer state", report.optimizer_states)
+        _totals("optimizer state", _largest_first(report.optimizer_states))
     if tree:
         print()
         _show_tree(report)
@@ -114,8 +97,19 @@ def show_report(report: Report, *, tree: bool, ranks: bool) -> None:
         _show_ranks(report)
 
 
+def _weights_first(report: Report) -> Mapping[str, Total]:
+    """Returns the sums per key: first those of models, then optimizers; the largest first."""
+    optimizers = {root[0] for root in find_optimizers(report.catalog)}
+    rows = _largest_first(report.by_key)
+    return {key: rows[key] for key in sorted(rows, key=lambda key: key in optimizers)}
+
+
+def _largest_first(totals: Mapping[str, Total]) -> Mapping[str, Total]:
+    return dict(sorted(totals.items(), key=lambda item: -item[1].nbytes))
+
+
 def _totals(label: str, totals: Mapping[str, Total]) -> None:
-    rows = sorted(totals.items(), key=lambda item: -item[1].nbytes)
+    rows = list(totals.items())
     table(
         (label, "tensors", "objects", "bytes"),
         [
@@ -129,17 +123,19 @@ def _totals(label: str, totals: Mapping[str, Total]) -> None:
 
 
 def _show_objects(report: Report) -> None:
-    names = list(report.catalog.objects)
-    if names:
-        width = max(40, shutil.get_terminal_size((100, 24)).columns - 4)
-        print("\n  objects (not unpickled):")
-        shown = ", ".join(printable(n) for n in names[:_OBJECTS]) + (
-            f", … and {len(names) - _OBJECTS} more" if len(names) > _OBJECTS else ""
-        )
-        while shown:
-            cut = len(shown) if len(shown) <= width else (shown.rfind(" ", 0, width) + 1 or width)
-            print("    " + shown[:cut].rstrip())
-            shown = shown[cut:]
+    """Prints the names of objects. Those with a common beginning are folded into one line."""
+    if not report.catalog.objects:
+        return
+    print("\n  objects (not unpickled):")
+    groups: dict[str, list[str]] = {}
+    for name in report.catalog.objects:
+        path = key_path(report.catalog, name)
+        groups.setdefault(".".join(path[:2]) if len(path) > 2 else name, []).append(name)
+    for shown, names in islice(groups.items(), _OBJECTS):
+        folded = names[0] if len(names) == 1 else f"{shown}.* ({len(names):,})"
+        print(f"    {printable(folded)}")
+    if len(groups) > _OBJECTS:
+        print(f"    … and {len(groups) - _OBJECTS:,} more; all of them with --json")
 
 
 def _show_tree(report: Report) -> None:
@@ -359,6 +355,26 @@ def some_names(names: Sequence[str]) -> str:
     return ", ".join(map(printable, names[:_OBJECTS])) + more
 
 
+def show_entries(entries: Sequence[Entry]) -> None:
+    """Prints what lies in a folder. Files that are nothing of a checkpoint share one line."""
+    shown = [one for one in entries if one.about]
+    rows = [
+        (
+            printable(one.name),
+            one.kind,
+            "-" if one.nbytes is None else format_size(one.nbytes),
+            one.about,
+        )
+        for one in shown
+    ]
+    if rows:
+        table(("name", "kind", "bytes", "what it is"), rows, right=(2,))
+    if plain := [one.name for one in entries if not one.about]:
+        print(f"  other files: {some_names(plain)}")
+    if not entries:
+        print("  nothing lies here")
+
+
 BARS = "▁▂▃▄▅▆▇█"
 _MAX_SPARKS = 60
 
@@ -435,22 +451,21 @@ def show_steps(
         values = [_value(of(step), name) for of, name in columns]
         rows.append(
             (
-                f"{step.number:,}",
+                printable(step.name),
                 format_size(step.nbytes),
                 made.replace("T", " ").replace("+00:00", "Z"),
                 ranks,
                 _FINITE[step.is_finite],
                 *values,
                 state,
-                printable(step.name),
             )
         )
     if not rows:
         print("no steps")
         return
     names = [printable(name) + " s" * (of is _timing_of) for of, name in columns]
-    head = ("step", "bytes", "saved", "ranks", "finite", *names, "state", "name")
-    table(head, rows, right=(0, 1, 3, *range(5, 5 + len(names))))
+    head = ("name", "bytes", "saved", "ranks", "finite", *names, "state")
+    table(head, rows, right=(1, 3, *range(5, 5 + len(names))))
     _show_metrics(complete)
 
 
@@ -573,11 +588,12 @@ def show_bytes(found: Sequence[StepBytes], price: float | None) -> None:
         return (name, format_size(total), *(format_size(n) if n else "-" for n in parts), why)
 
     rows = [
-        row(f"{one.step.number:,}", one.step.nbytes, (getattr(one, n) for n in names), one.why)
+        row(printable(one.step.name), one.step.nbytes, (getattr(one, n) for n in names), one.why)
         for one in found
     ]
     sums = [sum(getattr(one, name) for one in found) for name in names]
     total = sum(one.step.nbytes for one in found)
-    table(("step", "bytes", *names, ""), [*rows, row("all", total, sums, "")], right=range(6))
+    rows.append(row("all", total, sums, ""))
+    table(("name", "bytes", *names, "advice"), rows, right=range(1, 6))
     cost = f": {price_of(sums[-1], price)}" if price is not None else ""
     print(f"{format_size(sums[-1])} of {format_size(total)} can be removed{cost}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
@@ -104,20 +105,28 @@ def list_(
     if price is not None:
         raise typer.BadParameter("--price needs --bytes")
     from ckpt_tools.run.roots import open_root
-    from ckpt_tools.run.steps import RunListing, runs_below
+    from ckpt_tools.run.steps import RunListing
 
     where = open_root(root, shared.storage_options)
     found = RunListing(where)
     steps, others = found.all_steps, found.others
     if not steps and not where.exists():
-        raise NotACheckpointError(f"not a directory: {printable(root)}")
+        is_file = os.path.isfile(root)
+        hint = "a file is shown by: ckpt inspect" if is_file else None
+        raise NotACheckpointError(f"not a directory: {printable(root)}", hint=hint)
     if shared.as_json:
         print(json.dumps([render.step_as_json(s) for s in steps]))
-    else:
+    elif steps:
         render.show_steps(steps, metrics, timing)
-        if not steps and (runs := runs_below(root)):
-            print(f"runs lie below: {printable(', '.join(runs))}")
-    if others:
+    else:
+        from ckpt_tools.formats.registry import is_ours
+        from ckpt_tools.operations.folder import entries_of
+
+        entries = entries_of(root, shared.storage_options)
+        is_one = any(is_ours(entry.name) and "/" not in entry.name for entry in entries)
+        print("no steps" + "; a checkpoint itself: see ckpt inspect" * is_one)
+        render.show_entries(entries)
+    if others and (steps or shared.as_json):
         print(
             f"not steps: {render.some_names(others)}",
             file=sys.stderr if shared.as_json else sys.stdout,

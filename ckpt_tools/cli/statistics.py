@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ckpt_tools.cli.render import BARS, BOLD, GREEN, RED, count, format_size, style, table
+from ckpt_tools.cli.render import BARS, count, format_size
+from ckpt_tools.cli.tables import BOLD, GREEN, RED, style, table
+from ckpt_tools.core.naming import is_optimizer_state
 from ckpt_tools.core.statistics import TensorStatistics
 from ckpt_tools.errors import printable
 from ckpt_tools.operations.stats import StatsResult
@@ -25,7 +27,8 @@ def show_stats(result: StatsResult, each: bool) -> None:
     is_grouped = not each and len(result.tensors) > _MANY
     for fqn in result.tensors:
         groups.setdefault(_kind(fqn) if is_grouped else fqn, []).append(fqn)
-    rows = [_row(name, result, names) for name, names in groups.items()]
+    order = sorted(groups, key=lambda name: is_optimizer_state(groups[name][0]))  # weights first
+    rows = [_row(name, result, groups[name]) for name in order]
     table(
         ("tensor", "tensors", "dtype", "RMS", "max |x|", "zeros", "NaN", "infinite"),
         rows,

@@ -1,0 +1,146 @@
+"""Tells what lies in a folder: checkpoints, runs, other folders, and why the rest is not read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
+from ckpt_tools.formats.registry import Source, is_ours, open_source, open_source_in, suffix_of
+from ckpt_tools.publish.step_names import number_in
+from ckpt_tools.storage import Store, local_path, open_store
+
+_MOST = 100  # entries that are opened
+RUN, STEP, FOLDER, FILE, LINK = "run", "step", "folder", "file", "link"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One thing in a folder.
+
+    Attributes:
+        name: within the folder; that of a folder ends in a slash.
+        kind: the format of a checkpoint, or "run", "step", "folder", "file", "link".
+        nbytes: bytes of its files, without those of folders below; None if unknown.
+        about: what it is, or why it is not read; "" for a file that is nothing of a checkpoint.
+        is_readable: whether it is a checkpoint, or holds some.
+    """
+
+    name: str
+    kind: str
+    nbytes: int | None
+    about: str
+    is_readable: bool
+
+
+def entries_of(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> list[Entry]:
+    """Returns what lies in a folder: folders first, then files, by name.
+
+    It reads metadata only. One entry that cannot be read hides no other. Hidden names are omitted.
+    Only the first 100 entries are opened.
+
+    Raises:
+        StorageError: the folder itself cannot be listed.
+    """
+    where = local_path(path).rstrip("/") or "/"
+    store = open_store(where, storage_options)
+    try:
+        folders = sorted(name for name in store.folders() if not name.startswith("."))
+        files = {n: size for n, size in store.list_files().items() if not n.startswith(".")}
+        strays = {n: to for n, to in store.strays().items() if not n.startswith(".")}
+        look = iter(range(_MOST))
+        return [
+            *(_folder(store, name, next(look, None) is not None) for name in folders),
+            *(
+                _file(f"{where}/{name}", name, size, storage_options, look)
+                for name, size in sorted(files.items())
+            ),
+            *(_link(name, target) for name, target in sorted(strays.items())),
+        ]
+    finally:
+        store.close()
+
+
+def _link(name: str, target: str) -> Entry:
+    about = f"not read: a link that leads out of the folder, or nowhere: {printable(target)}"
+    return Entry(name, LINK, None, about, False)
+
+
+def _folder(above: Store, name: str, may_open: bool) -> Entry:
+    shown = f"{name}/"
+    if not may_open:
+        return Entry(shown, FOLDER, None, "not opened", False)
+    try:
+        store = above.enter(name)
+        files = store.list_files()
+        nbytes = sum(files.values())
+        inside = store.folders()
+        numbers = sorted(n for each in inside if (n := number_in(each)) is not None)
+        if numbers:
+            about = f"{_count(len(numbers), 'step')}, the newest is {numbers[-1]:,}"
+            return Entry(shown, RUN, None, about, True)
+        if number_in(name) is not None or any(is_ours(each) for each in files):
+            return _opened(shown, STEP, nbytes, lambda: open_source_in(store))
+        below = [each for each in inside if _has_steps(store, each)]
+        if below:
+            more = f" and {len(below) - 4} more" if len(below) > 4 else ""
+            runs = ", ".join(map(printable, below[:4]))
+            return Entry(shown, FOLDER, nbytes, f"runs lie below: {runs}{more}", True)
+        if not files and not inside:
+            return Entry(shown, FOLDER, 0, "empty", False)
+        return _opened(shown, FOLDER, nbytes, lambda: open_source_in(store))
+    except CheckpointError as error:
+        return _unread(shown, FOLDER, None, error)
+
+
+def _has_steps(store: Store, name: str) -> bool:
+    try:
+        return any(number_in(each) is not None for each in store.enter(name).folders())
+    except CheckpointError:
+        return False
+
+
+def _file(
+    path: str,
+    name: str,
+    nbytes: int,
+    options: Mapping[str, Any] | None,
+    look: Iterator[int],
+) -> Entry:
+    if not suffix_of(name):
+        return Entry(name, FILE, nbytes, "", False)
+    if next(look, None) is None:
+        return Entry(name, FILE, nbytes, "not opened", False)
+    return _opened(name, FILE, nbytes, lambda: open_source(path, options))
+
+
+def _opened(name: str, kind: str, nbytes: int, opener: Any) -> Entry:
+    """Returns the entry of a checkpoint, or of what should be one."""
+    try:
+        source: Source = opener()
+        source.store.close()
+    except CheckpointError as error:
+        return _unread(name, kind, nbytes, error)
+    catalog = source.catalog
+    ranks = f", written by {_count(catalog.world_size, 'rank')}" if catalog.world_size else ""
+    about = f"{_count(len(catalog.tensors), 'tensor')}{ranks}"
+    return Entry(name, catalog.format, nbytes, about, True)
+
+
+def _unread(name: str, kind: str, nbytes: int | None, error: CheckpointError) -> Entry:
+    """Returns the entry of something that cannot be opened, with the reason on one line."""
+    text = str(error).partition("\n")[0].removesuffix(":")
+    if isinstance(error, NotACheckpointError):
+        text = error.hint if kind == STEP and error.hint else text.partition("; looked for")[0]
+        if kind == FOLDER and text.startswith("not a checkpoint"):
+            return Entry(name, kind, nbytes, "no checkpoint in it", False)
+    text = text.removeprefix(f"{printable(name)} ")
+    return Entry(name, kind, nbytes, f"not read: {text}", False)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
