@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ckpt_tools.loop.loading.load_request import LoadReport
     from ckpt_tools.loop.loading.reader import Checkpoint, StoredTensor, open_checkpoint
     from ckpt_tools.loop.manager import CheckpointManager
+    from ckpt_tools.loop.options import Mirror, Outages, Resuming, Writing
     from ckpt_tools.loop.saving.huggingface_copies import HuggingFace
     from ckpt_tools.loop.saving.save import SaveReport
     from ckpt_tools.loop.saving.single_save import save
@@ -75,13 +76,16 @@ __all__ = [
     "IntegrityError",
     "LoadReport",
     "Manifest",
+    "Mirror",
     "NotACheckpointError",
+    "Outages",
     "PeerError",
     "PerRank",
     "PlanError",
     "Problem",
     "Pruned",
     "Report",
+    "Resuming",
     "Retention",
     "RngState",
     "RunProblem",
@@ -99,6 +103,7 @@ __all__ = [
     "TransferResult",
     "UnsafePickleError",
     "VerifyResult",
+    "Writing",
     "__version__",
     "average",
     "check_run",
@@ -145,6 +150,7 @@ _LAZY = {
     "SalvageResult": "operations.salvage",
     "salvage": "operations.salvage",
     "CheckpointManager": "loop.manager",
+    **dict.fromkeys(("Mirror", "Outages", "Resuming", "Writing"), "loop.options"),
     "load": "loop.loading.load",
     "PerRank": "loop.state.state_dict",
     "RngState": "loop.state.state_dict",

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools import CheckpointManager, PerRank, RngState
+from ckpt_tools import CheckpointManager, PerRank, RngState, Writing
 from ckpt_tools.loop.state.device_statistics import measure_on_device
 from ckpt_tools.loop.state.staging import Stager, _pinned
 from tests.jobs import ROOT, torchrun_command
@@ -296,7 +296,9 @@ def check_stored(path: Path, wanted: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("name", ["foreach", "fused", "capturable"])
 def test_an_update_waits_on_the_device_for_the_copy(name: str, tmp_path: Path) -> None:
     state, update = updated(name)
-    with CheckpointManager(tmp_path, overlap_copy=True, keep_last=None) as checkpoints:
+    with CheckpointManager(
+        tmp_path, keep_last=None, writing=Writing(overlap_copy=True)
+    ) as checkpoints:
         for step in range(1, 6):
             wanted = as_stored(state)
             checkpoints.save(step, state)
@@ -315,7 +317,9 @@ def test_a_replayed_graph_and_other_streams_wait_after_before_step(
     with torch.cuda.graph(graph):
         update()
     others = [torch.cuda.Stream() for _ in range(streams)]
-    with CheckpointManager(tmp_path, overlap_copy=True, keep_last=None) as checkpoints:
+    with CheckpointManager(
+        tmp_path, keep_last=None, writing=Writing(overlap_copy=True)
+    ) as checkpoints:
         for step in range(1, 6):
             torch.cuda.synchronize()
             wanted = as_stored(state)
@@ -331,7 +335,9 @@ def test_a_compiled_update_waits_after_before_step(tmp_path: Path) -> None:
     state, update = updated("foreach")
     compiled = torch.compile(update)
     compiled()
-    with CheckpointManager(tmp_path, overlap_copy=True, keep_last=None) as checkpoints:
+    with CheckpointManager(
+        tmp_path, keep_last=None, writing=Writing(overlap_copy=True)
+    ) as checkpoints:
         for step in range(1, 4):
             wanted = as_stored(state)
             checkpoints.save(step, state)

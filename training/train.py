@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from ckpt_tools import CheckpointManager
+from ckpt_tools import CheckpointManager, Mirror, Retention
 from training import changes, factory, parallel, weights
 from training.causality import prove_causal
 from training.config import Config, to_toml
@@ -47,12 +47,12 @@ def train(
     loggers = open_loggers(config, directory) if is_first else []
     with CheckpointManager(
         checkpoint.dir or directory,
-        keep_last=checkpoint.keep_last,
-        keep_every=checkpoint.keep_every or None,
+        retention=Retention(checkpoint.keep_last, checkpoint.keep_every or None),
         asynchronous=checkpoint.asynchronous,
         statistics=checkpoint.statistics,
-        mirror=checkpoint.mirror or None,
-        mirror_every=checkpoint.mirror_every or None,
+        mirror=Mirror(checkpoint.mirror, checkpoint.mirror_every or None)
+        if checkpoint.mirror
+        else None,
         on_commit=[logger.committed for logger in loggers],
     ) as checkpoints:
         first, notes = _resume(job, checkpoints)

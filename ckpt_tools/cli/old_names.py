@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-GONE_IN = "0.3"
+from ckpt_tools.version import GONE_IN
 
 
 class Renamed(NamedTuple):

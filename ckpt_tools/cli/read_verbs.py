@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +16,6 @@ from ckpt_tools.errors import (
     NotACheckpointError,
     StorageError,
 )
-from ckpt_tools.storage.base import is_url
 
 if TYPE_CHECKING:
     from ckpt_tools.operations.folder import Entry
@@ -42,8 +40,6 @@ def listed_if_several(src: str, shared: Shared) -> Iterator[None]:
 def _entries_of(src: str, shared: Shared) -> list[Entry]:
     from ckpt_tools.operations.folder import entries_of
 
-    if not is_url(src) and not os.path.isdir(src):
-        return []
     with suppress(CheckpointError):
         return entries_of(src, shared.storage_options)
     return []

@@ -6,6 +6,7 @@ It depends only on the results, not on the operations' code.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -418,6 +419,12 @@ def _timing_of(step: Step) -> Mapping[str, float | None]:
     return step.manifest.timing if step.manifest is not None else {}
 
 
+def _shown_time(created: str) -> str:
+    """Returns a time of ISO 8601 for a table, without its seconds."""
+    found = re.fullmatch(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d):.*\+00:00", str(created))
+    return f"{found[1]} {found[2]}Z" if found else printable(str(created))
+
+
 def show_steps(
     steps: Sequence[Step], with_metrics: bool = False, with_timing: bool = False
 ) -> None:
@@ -432,7 +439,7 @@ def show_steps(
         made, ranks = (
             ("", "")
             if step.manifest is None
-            else (printable(str(step.manifest.created)), str(step.manifest.world_size or ""))
+            else (_shown_time(step.manifest.created), str(step.manifest.world_size or ""))
         )
         state = (
             f"cannot be read: {printable(step.problem)}"
@@ -453,7 +460,7 @@ def show_steps(
             (
                 printable(step.name),
                 format_size(step.nbytes),
-                made.replace("T", " ").replace("+00:00", "Z"),
+                made,
                 ranks,
                 _FINITE[step.is_finite],
                 *values,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
@@ -111,19 +110,16 @@ def list_(
     found = RunListing(where)
     steps, others = found.all_steps, found.others
     if not steps and not where.exists():
-        is_file = os.path.isfile(root)
-        hint = "a file is shown by: ckpt inspect" if is_file else None
-        raise NotACheckpointError(f"not a directory: {printable(root)}", hint=hint)
+        raise NotACheckpointError(f"not a directory: {printable(root)}")
     if shared.as_json:
         print(json.dumps([render.step_as_json(s) for s in steps]))
     elif steps:
         render.show_steps(steps, metrics, timing)
     else:
-        from ckpt_tools.formats.registry import is_ours
         from ckpt_tools.operations.folder import entries_of
 
         entries = entries_of(root, shared.storage_options)
-        is_one = any(is_ours(entry.name) and "/" not in entry.name for entry in entries)
+        is_one = any(entry.name.endswith(".distcp") for entry in entries)
         print("no steps" + "; a checkpoint itself: see ckpt inspect" * is_one)
         render.show_entries(entries)
     if others and (steps or shared.as_json):

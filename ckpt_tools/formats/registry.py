@@ -59,6 +59,7 @@ __all__ = [
     "detect",
     "detect_in",
     "is_ours",
+    "natural",
     "open_source",
     "refuse_file_name",
     "suffix_of",
@@ -345,7 +346,7 @@ def _search(root: Store) -> list[tuple[Store, Format]]:
             if not name.startswith(".")
         ]
         level = []
-        for folder in sorted(below[:limit], key=lambda store: _natural(store.url)):
+        for folder in sorted(below[:limit], key=lambda store: natural(store.url)):
             try:
                 known = _recognise(folder)
             except StorageError:  # no permission to read it
@@ -354,10 +355,10 @@ def _search(root: Store) -> list[tuple[Store, Format]]:
                 found.append((folder, known))
             else:
                 level.append(folder)
-    return sorted(found, key=lambda item: _natural(item[0].url))
+    return sorted(found, key=lambda item: natural(item[0].url))
 
 
-def _natural(path: str) -> list[tuple[int, int, str]]:
+def natural(path: str) -> list[tuple[int, int, str]]:
     """Returns a sort key that orders step-900 before step-10000."""
     parts: list[tuple[int, int, str]] = []
     word = ""

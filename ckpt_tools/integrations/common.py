@@ -240,8 +240,9 @@ def options_of(given: Mapping[str, Any], **usual: Any) -> dict[str, Any]:
     """Returns the options of a manager inside a trainer.
 
     Raises:
-        ValueError: `when_busy="skip"`: the trainer would count a skipped save as done.
+        ValueError: `Writing(when_busy="skip")`: the trainer would count a skipped save as done.
     """
-    if given.get("when_busy", "wait") != "wait":
+    busy = getattr(given.get("writing"), "when_busy", given.get("when_busy", "wait"))
+    if busy != "wait":
         raise ValueError("when_busy: a trainer counts a skipped save as done, so only 'wait' works")
     return {**usual, **given}

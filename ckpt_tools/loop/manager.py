@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -40,12 +40,12 @@ from ckpt_tools.loop.arguments import (
     check_manager,
     check_name,
     check_step,
-    chosen_rules,
     shown_choice,
 )
 from ckpt_tools.loop.loading.load import load_into
 from ckpt_tools.loop.loading.load_request import LoadReport, LoadRequest, OnMismatch
 from ckpt_tools.loop.on_exception import saved_on_exception
+from ckpt_tools.loop.options import Mirror, OldOptions, Outages, Resuming, Writing, grouped
 from ckpt_tools.loop.preemption import Preemption
 from ckpt_tools.loop.save_times import SaveTimes
 from ckpt_tools.loop.saving.background import BackgroundWriter, PendingSave
@@ -62,12 +62,11 @@ from ckpt_tools.loop.state.staging import StagedTensors, Stager
 from ckpt_tools.loop.state.state_dict import check_state
 from ckpt_tools.loop.steps import rollback
 from ckpt_tools.loop.steps.history import RunHistory
-from ckpt_tools.loop.steps.mirror import Mirror
+from ckpt_tools.loop.steps.mirror import MirrorWriter
 from ckpt_tools.loop.steps.search import StepSearch
 from ckpt_tools.loop.steps.waiting import retry_outage
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import refuse_tilde
-from ckpt_tools.publish.step_names import STEP_PATTERNS
 from ckpt_tools.ranks.gloo import GlooGroup
 from ckpt_tools.run.base import RunRoot, log_leftovers
 from ckpt_tools.run.retention import Retention
@@ -92,40 +91,32 @@ class CheckpointManager:
     """
 
     @checked(
-        name="CheckpointManager", names_only=("jobs", "mirror", "on_commit", "on_error", "export")
+        OldOptions,
+        name="CheckpointManager",
+        names_only=("jobs", "mirror", "on_commit", "on_error", "export"),
     )
     def __init__(
         self,
         root: str | os.PathLike[str],
         *,
         keep_last: int | None = 3,
-        keep_every: int | None = None,
         retention: Retention | None = None,
         asynchronous: bool = True,
-        when_busy: str = "wait",
-        process_group: dist.ProcessGroup | None = None,
-        timeout_s: float = 600.0,
-        jobs: int | None = None,
-        read_once: bool | None = None,
-        handle_signals: bool = True,
-        mirror: str | None = None,
-        mirror_every: int | None = None,
-        retry_s: float = 300.0,
-        max_failures: int = 1,
         save_every: int | None = None,
         save_every_s: float | None = None,
+        mirror: str | Mirror | None = None,
+        export: HuggingFace | None = None,
         on_commit: OnCommit | Sequence[OnCommit] | None = None,
         on_error: OnError | Sequence[OnError] | None = None,
-        step_format: str = STEP_PATTERNS[0],
-        export: HuggingFace | None = None,
         statistics: bool = False,
-        allow_not_finite: bool = False,
-        overlap_copy: bool = False,
-        writer_jobs: int | None = None,
-        writer_nice: int = 0,
-        max_mbps: float | None = None,
-        replicas: str = Proof.FIRST_SAVE,
+        process_group: dist.ProcessGroup | None = None,
+        timeout_s: float = 600.0,
         storage_options: Mapping[str, Any] | None = None,
+        handle_signals: bool = True,
+        writing: Writing | None = None,
+        resuming: Resuming | None = None,
+        outages: Outages | None = None,
+        **old: Unpack[OldOptions],
     ) -> None:
         """Claims a directory for this job, and removes unfinished files of dead jobs from it.
 
@@ -134,116 +125,86 @@ class CheckpointManager:
                 `s3://bucket/run`. One job at a time holds it: with a locked file on a disk, with a
                 lease in an object store.
             keep_last: how many of the newest complete steps stay; all if None.
-            keep_every: steps whose number is a multiple of this are never removed.
-            retention: rules in place of these two: also by time, by age, or by a metric.
+            retention: rules in place of `keep_last`: by number, time, age, or a metric.
             asynchronous: copy to host memory and write in the background.
-            when_busy: what a save does while the previous one is still being written. `"wait"`
-                waits for it. `"skip"` skips the new one, if it is one in the background.
-            process_group: the ranks that save together; all if None. Without an initialised
-                torch.distributed, this process alone.
-            timeout_s: how long ranks wait for each other before the missing one is named.
-            jobs: threads per rank for writing and reading. If None: the rank's share of the
-                machine's processors, at most 4.
-            read_once: whether one rank reads bytes that several ranks need (DDP, HSDP, columns of
-                rows) and sends them to the others. True: among all ranks. False: never. None: only
-                from an object store, among the ranks of a host.
-            handle_signals: note SIGTERM and SIGUSR1 for `preempted()`, instead of dying at once. If
-                the loop does not call it, or a second signal arrives, the signal acts as it would
-                without a manager.
-            mirror: a URL to which complete steps are copied in the background; they outlive the
-                machine, and `resume` takes the newest of both. Where it cannot be reached, the
-                steps on the disk are used, with a warning.
-            mirror_every: steps whose number is a multiple of this are copied; all if None.
-            retry_s: seconds for which a save, a start or a resume is retried while the object store
-                cannot be reached; at most 0.8 of `timeout_s`.
-            max_failures: the number of background saves in a row whose failure raises. Earlier
-                failures are logged as warnings.
             save_every: `should_save` asks for a save when the step is a multiple of this.
             save_every_s: `should_save` asks for a save this many seconds after the last one.
+            mirror: a URL to which complete steps are copied in the background; or a `Mirror`.
+            export: write a copy in Hugging Face's layout beside a step, in the background.
             on_commit: a function, or a list of functions, of the `SaveReport` of each committed
                 step. Rank 0 calls it, in the thread that wrote the step. An exception is logged.
             on_error: the same for a failed save: `(step, error)`.
-            step_format: of the names of the steps: `step-{:08d}`, `step-{}`, `checkpoint-{}` or
-                `global_step_{}`.
-            export: write a copy in Hugging Face's layout beside a step, in the background.
             statistics: measure every tensor while it is written: magnitudes, zeros, NaN and
                 infinity. They stand in the manifest; see `ckpt stats` and `ckpt check`.
-            allow_not_finite: resume also from a step that its save found not finite. Else such a
-                step is passed over.
-            overlap_copy: a background save returns while parameters and the state of optimizers
-                are still being copied. Optimizers wait for that before their next step. If anything
-                else changes these tensors, call `before_step` first.
-            writer_jobs: threads per rank for background saves; `jobs` if None.
-            writer_nice: niceness of these threads, 0 to 19.
-            max_mbps: megabytes per second that a background save writes on each rank, at most. The
-                limit ends when the loop waits for the save.
-            replicas: when the copies are compared that several ranks hold of a parameter or an
-                optimizer state (DDP, HSDP, replicated tensors). A difference is an error.
-                `"check"` compares all at every save. `"first-save"` compares all at the first save,
-                and then a part at each save, in turn. `"trust"` compares nothing, and stores any of
-                them.
+            process_group: the ranks that save together; all if None. Without an initialised
+                torch.distributed, this process alone.
+            timeout_s: how long ranks wait for each other before the missing one is named.
             storage_options: options of the object store, in fsspec's form.
+            handle_signals: note SIGTERM and SIGUSR1 for `preempted()`, instead of dying at once. If
+                the loop does not call it, or a second signal arrives, the signal acts as it would
+                without a manager.
+            writing: threads, limits, overlapping copies, comparison of replicas; see `Writing`.
+            resuming: how steps are read; see `Resuming`.
+            outages: how long to retry, and which failures raise; see `Outages`.
+            old: keywords of before 0.2; each warns, and says the new one.
 
         Raises:
             StorageError: another job holds the directory, it is not writable, or not all ranks see
                 it.
         """
-        check_manager(
-            root,
-            keep_last,
-            when_busy,
-            mirror,
-            max_failures,
-            timeout_s,
-            step_format,
-            jobs=jobs,
-            retry_s=retry_s,
-            keep_every=keep_every,
-            mirror_every=mirror_every,
-            save_every=save_every,
-            save_every_s=save_every_s,
-            writer_jobs=writer_jobs,
-        )
-        proof = Proof.of(replicas)
-        self._jobs = num_threads(jobs, ranks_on_host(), is_beside_training=True)
-        limits = WriteLimits(writer_jobs or self._jobs, writer_nice, max_mbps)
+        check_manager(root, keep_last, timeout_s, save_every, save_every_s)
+        options = grouped(keep_last, retention, mirror, writing, resuming, outages, old)
+        if options.mirror is not None and is_url(root):
+            raise ValueError(
+                f"mirror: only a run on a disk has a mirror, and the root is {str(root)!r}"
+            )
+        writing, outages = options.writing, options.outages
+        self._jobs = num_threads(writing.jobs, ranks_on_host(), is_beside_training=True)
+        limits = WriteLimits(writing.background_jobs or self._jobs, writing.max_mbps)
         refuse_tilde(root)
         # absolute: the job may change its working directory
         self._root = open_root(
             root if is_url(root) else Path(local_path(root)).absolute(), storage_options
         )
         self.root, self.storage_options = self._root.path, storage_options
-        self.asynchronous, self.when_busy = asynchronous, when_busy
-        self.read_once, self.retry_s, self.max_failures = (
-            read_once,
-            min(retry_s, timeout_s * 0.8),
-            max_failures,
+        self.asynchronous, self.when_busy = asynchronous, writing.when_busy
+        self.read_once = options.resuming.read_once
+        self.retry_s, self.max_failures = (
+            min(outages.retry_s, timeout_s * 0.8),
+            outages.max_failures,
         )
         self._group, self._writers = (
             GlooGroup(timeout_s, process_group),
             GlooGroup(timeout_s, process_group),
         )
         self._stage, self._pid, self._process_group = Stager(), os.getpid(), process_group
-        self._timeout_s, self._collector = timeout_s, Collector(self._group, proof)
-        there = open_root(mirror, storage_options) if mirror is not None else None
+        self._timeout_s, self._collector = (
+            timeout_s,
+            Collector(self._group, Proof.of(writing.replicas)),
+        )
+        there = None
+        if options.mirror is not None:
+            there = open_root(options.mirror.url, storage_options)
         self.statistics = statistics
-        self._history = RunHistory(self._root, there, storage_options, allow_not_finite)
+        self._history = RunHistory(
+            self._root, there, storage_options, options.resuming.allow_not_finite
+        )
         self._search = StepSearch(self._history, self._group, storage_options)
         self._writer = BackgroundWriter(
             self._history,
             self._jobs,
             self.retry_s,
-            max_failures,
-            chosen_rules(keep_last, keep_every, retention),
+            outages.max_failures,
+            options.retention,
             Hooks(on_commit, on_error),
-            step_format,
+            writing.names,
             limits,
         )
         self._save_times = SaveTimes(self._root, save_every, save_every_s)
         self._writer.on_failure = self._save_times.failed
         try:
-            self._claim(there, mirror_every)
-            self._late = LateStaging() if overlap_copy else None
+            self._claim(there, options.mirror.every if options.mirror is not None else None)
+            self._late = LateStaging() if writing.overlap_copy else None
             if export is not None and not isinstance(export, HuggingFace):
                 raise TypeError(f"export: expected a HuggingFace, got {export!r}")
             if export is not None:
@@ -260,7 +221,7 @@ class CheckpointManager:
 
     last_load: LoadReport | None = None
     _late: LateStaging | None = None
-    _mirror: Mirror | None = None
+    _mirror: MirrorWriter | None = None
     _signals: SignalWatch | None = None
     _preemption: Preemption | None = None
     _is_open = True
@@ -271,7 +232,7 @@ class CheckpointManager:
                 retry_outage(f"cannot open {self.root}", self._open_root, self.retry_s)
                 if there is not None:
                     there.check_writable()
-                    self._mirror = Mirror(there, mirror_every, lambda: self._writer.retained)
+                    self._mirror = MirrorWriter(there, mirror_every, lambda: self._writer.retained)
                     self._writer.mirror = self._mirror
                     self._mirror.start(self._root)
         mine = self._writer.lock.written if self._writer.lock is not None else b""

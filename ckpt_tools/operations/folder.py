@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
-from ckpt_tools.formats.registry import Source, is_ours, open_source, open_source_in, suffix_of
+from ckpt_tools.formats.base import note_of
+from ckpt_tools.formats.registry import (
+    Source,
+    is_ours,
+    natural,
+    open_source,
+    open_source_in,
+    suffix_of,
+)
 from ckpt_tools.publish.step_names import number_in
 from ckpt_tools.storage import Store, local_path, open_store
 
@@ -40,8 +48,8 @@ def entries_of(
 ) -> list[Entry]:
     """Returns what lies in a folder: folders first, then files, by name.
 
-    It reads metadata only. One entry that cannot be read hides no other. Hidden names are omitted.
-    Only the first 100 entries are opened.
+    It reads metadata only. One entry that cannot be read hides no other. Hidden names
+    and our own notes are omitted. Only the first 100 entries are opened.
 
     Raises:
         StorageError: the folder itself cannot be listed.
@@ -49,15 +57,20 @@ def entries_of(
     where = local_path(path).rstrip("/") or "/"
     store = open_store(where, storage_options)
     try:
-        folders = sorted(name for name in store.folders() if not name.startswith("."))
-        files = {n: size for n, size in store.list_files().items() if not n.startswith(".")}
+        names = (name for name in store.folders() if not name.startswith("."))
+        folders = sorted(names, key=natural)
+        files = {
+            name: size
+            for name, size in store.list_files().items()
+            if not name.startswith(".") and note_of(name) is None
+        }
         strays = {n: to for n, to in store.strays().items() if not n.startswith(".")}
         look = iter(range(_MOST))
         return [
             *(_folder(store, name, next(look, None) is not None) for name in folders),
             *(
                 _file(f"{where}/{name}", name, size, storage_options, look)
-                for name, size in sorted(files.items())
+                for name, size in sorted(files.items(), key=lambda item: natural(item[0]))
             ),
             *(_link(name, target) for name, target in sorted(strays.items())),
         ]

@@ -89,7 +89,9 @@ class LocalRoot:
         except FileNotFoundError:
             return RootEntries({}, ())
         except NotADirectoryError:
-            raise NotACheckpointError(f"not a directory: {printable(str(self.path))}") from None
+            hint = "ckpt inspect shows a file" if os.path.isfile(self.path) else None
+            where = printable(str(self.path))
+            raise NotACheckpointError(f"not a directory: {where}", hint=hint) from None
         except OSError as error:
             raise failed("list", self.path, error) from error
         return RootEntries(

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 
-from ckpt_tools import CheckpointManager
+from ckpt_tools import CheckpointManager, Writing
 from tests.dist import device
 
 STEPS = 10
@@ -68,12 +68,8 @@ def contenders(folder: Path, state: dict[str, Any], stack: ExitStack) -> dict[st
     found: dict[str, Save] = {"no save": lambda _: lambda: None}
     variants: dict[str, dict[str, Any]] = {
         "CheckpointManager": {},
-        "CheckpointManager, overlap_copy": {"overlap_copy": True},
-        "the same, writer_jobs=1, writer_nice=10": {
-            "overlap_copy": True,
-            "writer_jobs": 1,
-            "writer_nice": 10,
-        },
+        "CheckpointManager, overlap_copy": {"writing": Writing(overlap_copy=True)},
+        "the same, background_jobs=1": {"writing": Writing(overlap_copy=True, background_jobs=1)},
     }
     for number, (name, options) in enumerate(variants.items()):
         manager = CheckpointManager(folder / f"ours{number}", keep_last=1, **options)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpt_tools import CheckpointManager
+from ckpt_tools import CheckpointManager, Writing
 
 CHOICES = ("trust", "first-save", "check")
 
@@ -49,7 +49,8 @@ def measure(
     optimizer.step()
     state = {"model": model, "optimizer": optimizer}
     managers = {
-        c: CheckpointManager(folder / f"{kind}-{c}", keep_last=1, replicas=c) for c in CHOICES
+        c: CheckpointManager(folder / f"{kind}-{c}", keep_last=1, writing=Writing(replicas=c))
+        for c in CHOICES
     }
     times: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for number in range(rounds + 1):

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from ckpt_tools import CheckpointManager
+from ckpt_tools import CheckpointManager, Writing
 from tests.dist import device
 from training import config as configuration
 from training import model as models
@@ -71,7 +71,7 @@ def settled() -> float:
 
 
 def ours(folder: Path, state: dict[str, Any], overlaps: bool) -> Save:
-    checkpoints = CheckpointManager(folder, overlap_copy=overlaps, keep_last=1)
+    checkpoints = CheckpointManager(folder, keep_last=1, writing=Writing(overlap_copy=overlaps))
 
     def save(step: int) -> tuple[float, Callable[[], object]]:
         began = time.perf_counter()

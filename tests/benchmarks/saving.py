@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ckpt_tools import CheckpointManager
+from ckpt_tools import CheckpointManager, Resuming, Writing
 from ckpt_tools.loop.state.shards import as_bytes
 from tests.dist import device
 
@@ -443,7 +443,7 @@ def replicas(root: Path, gb: float, runs: int) -> None:
     )
     with (
         CheckpointManager(root / "all") as everybody,
-        CheckpointManager(root / "one", read_once=True) as once,
+        CheckpointManager(root / "one", resuming=Resuming(read_once=True)) as once,
     ):
         everybody.save(1, {"model": model}, asynchronous=False)
         source = root / "all" / "step-00000001"
@@ -528,7 +528,9 @@ def main() -> None:
     dist.barrier()
     with (
         CheckpointManager(work, keep_last=1) as manager,
-        CheckpointManager(work / "overlapping", keep_last=1, overlap_copy=True) as late,
+        CheckpointManager(
+            work / "overlapping", keep_last=1, writing=Writing(overlap_copy=True)
+        ) as late,
     ):
         measure(args, work, manager, late)
     if dist.get_rank() == 0:

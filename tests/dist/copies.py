@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt_tools
-from ckpt_tools import CheckpointManager, Ema
+from ckpt_tools import CheckpointManager, Ema, Writing
 from ckpt_tools.distributed import StorageWriter
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -277,7 +277,7 @@ def save(how, path, state):
         if how == "save":
             return list(ckpt_tools.save(path, state).notes)
         if how in ("stages", "background", "trust"):
-            options = {"replicas": "trust"} if how == "trust" else {}
+            options = {"writing": Writing(replicas="trust")} if how == "trust" else {}
             with CheckpointManager(path, **options) as checkpoints:
                 checkpoints.save(1, state, names_differ=how == "stages", asynchronous=how == "background")
                 checkpoints.wait()

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ckpt_tools import CheckpointError, CheckpointManager, PerRank, RngState
+from ckpt_tools import CheckpointError, CheckpointManager, PerRank, Resuming, RngState
 from tests.dist import device
 from tests.dist.save import Net, adamw, whole
 
@@ -202,7 +202,7 @@ def once(root, case):
     """Every byte is read by one rank and sent to the others that need it."""
     model, optimizers, state = make_state(case)
     del state["data"]
-    with CheckpointManager(root / f"{case}-once", read_once=True) as checkpoints:
+    with CheckpointManager(root / f"{case}-once", resuming=Resuming(read_once=True)) as checkpoints:
         checkpoints.resume(state, path=root / case / "step-00000002", strict=False)
         report = checkpoints.last_load
     assert_same(snapshot(model, optimizers), torch.load(root / f"{case}.pt", weights_only=False))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt_tools
-from ckpt_tools import CheckpointError, CheckpointManager
+from ckpt_tools import CheckpointError, CheckpointManager, Outages
 
 root = Path(sys.argv[1])
 dist.init_process_group("gloo")
@@ -49,7 +49,7 @@ with CheckpointManager(root / "run", asynchronous=False) as checkpoints:
 words = [["is saved already", "left out: b"], []][rank]
 assert len(told) == len(words) and all(map(str.__contains__, told, words)), told
 told.clear()
-with CheckpointManager(root / "run", max_failures=2) as checkpoints:
+with CheckpointManager(root / "run", outages=Outages(max_failures=2)) as checkpoints:
     checkpoints.resume(state)
     state = {"a": torch.ones(200_000)}
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from ckpt_tools import CheckpointManager
+from ckpt_tools import CheckpointManager, Outages
 
 ROOT, OPTIONS = sys.argv[1], json.loads(sys.argv[2])
 
@@ -18,7 +18,7 @@ def main():
     model = torch.nn.Sequential(*[torch.nn.Linear(700, 700) for _ in range(6)])
     fully_shard(model)
     before = [p.to_local().clone() for p in model.parameters()]
-    with CheckpointManager(ROOT, storage_options=OPTIONS, retry_s=60) as checkpoints:
+    with CheckpointManager(ROOT, storage_options=OPTIONS, outages=Outages(retry_s=60)) as checkpoints:
         checkpoints.save(1, {"model": model}, asynchronous=False)
         with torch.no_grad():
             for p in model.parameters():

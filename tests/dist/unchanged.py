@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
-from ckpt_tools import CheckpointManager
+from ckpt_tools import CheckpointManager, Writing
 from ckpt_tools.loop.state import state_dict as exporting
 from ckpt_tools.loop.state.modules import module_state
 from tests.dist import device
@@ -93,7 +93,7 @@ def save(checkpoints: CheckpointManager, number: int) -> None:
         dist.barrier()
 
 
-with CheckpointManager(root, keep_last=None, overlap_copy=True) as checkpoints:
+with CheckpointManager(root, keep_last=None, writing=Writing(overlap_copy=True)) as checkpoints:
     save(checkpoints, 3)
     assert calls == 1, calls
     # what only one rank knows

@@ -21,6 +21,7 @@ from ckpt_tools import (
     CheckpointError,
     CheckpointManager,
     Ema,
+    Outages,
     PerRank,
     PlanError,
     RngState,
@@ -196,7 +197,7 @@ def test_a_request_for_a_save_holds_until_a_commit(
 ) -> None:
     root = tmp_path / "run"
     with CheckpointManager(
-        root, save_every_s=1e-9 if how == "clock" else None, max_failures=5
+        root, save_every_s=1e-9 if how == "clock" else None, outages=Outages(max_failures=5)
     ) as checkpoints:
         if how == "signal":
             assert not checkpoints.should_save(0)  # a loop that asks: else the signal ends it
@@ -333,7 +334,7 @@ def test_a_root_that_is_a_file_is_named(below: str, tmp_path: Path) -> None:
 
 
 def test_the_failure_of_the_newest_save_ends_a_close_also_after_a_wait(tmp_path: Path) -> None:
-    checkpoints = CheckpointManager(tmp_path, max_failures=3)
+    checkpoints = CheckpointManager(tmp_path, outages=Outages(max_failures=3))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
@@ -350,7 +351,7 @@ def test_the_failure_of_the_newest_save_ends_a_close_also_after_a_wait(tmp_path:
 def test_a_failure_before_a_good_save_does_not_end_a_close(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "mine").touch()
-    with CheckpointManager(tmp_path, max_failures=3) as checkpoints:
+    with CheckpointManager(tmp_path, outages=Outages(max_failures=3)) as checkpoints:
         checkpoints.save(1, {"w": torch.ones(3)}, name="b", overwrite=True)
         checkpoints.wait()  # logged
         checkpoints.save(2, {"w": torch.ones(3)}, asynchronous=False)

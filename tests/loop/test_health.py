@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools import CheckpointManager, IntegrityError, PlanError, Retention
+from ckpt_tools import CheckpointManager, IntegrityError, PlanError, Resuming, Retention
 from ckpt_tools.loop.steps.retention import prune_steps, removable
 from ckpt_tools.run.roots import open_root
 from ckpt_tools.run.step import Step
@@ -119,7 +119,9 @@ def test_resume_passes_over_a_step_with_nan(tmp_path: Path, ckpt: Run) -> None:
     assert done.stdout.strip().endswith("step-00000002") and "model.1.bias" in done.stderr
     assert ckpt("latest", tmp_path, "--allow-not-finite").stdout.strip().endswith("3")
     for allows, want in ((False, 2), (True, 3)):
-        with CheckpointManager(tmp_path, keep_last=None, allow_not_finite=allows) as checkpoints:
+        with CheckpointManager(
+            tmp_path, keep_last=None, resuming=Resuming(allow_not_finite=allows)
+        ) as checkpoints:
             assert checkpoints.resume(job()) == want
     with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
         assert checkpoints.resume(job(), 3) == 3  # asked for by number
@@ -277,7 +279,7 @@ def test_the_manager_takes_the_same_rules(tmp_path: Path) -> None:
     ckpt_tools.prune(tmp_path, retention=Retention(1))
     assert numbers(ckpt_tools.steps(tmp_path)) == [4]
     with pytest.raises(ValueError, match="give only one"):
-        CheckpointManager(tmp_path, retention=rules, keep_every=5)
+        CheckpointManager(tmp_path, retention=rules, keep_last=5)
     with pytest.raises(PlanError, match="expected keep_last, or retention"):
         ckpt_tools.prune(tmp_path)
     for bad in ({"last": 0}, {"best": 1}, {"every_s": 0}, {"younger_s": math.inf}, {"metric": "x"}):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ckpt_tools import CheckpointManager
+from ckpt_tools import CheckpointManager, Writing
 from ckpt_tools.loop.saving.limits import Throttle
 from tests.stock import assert_stock_torch_reads
 
@@ -20,7 +19,7 @@ STATE = {"w": torch.arange(1 << 20, dtype=torch.float32)}  # 4 MiB
 
 
 def test_a_limit_of_bytes_is_a_least_time(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, max_mbps=20) as checkpoints:
+    with CheckpointManager(tmp_path, writing=Writing(max_mbps=20)) as checkpoints:
         checkpoints.save(1, STATE)
         while checkpoints.last_save is None:
             threading.Event().wait(0.01)
@@ -33,7 +32,9 @@ def test_a_limit_of_bytes_is_a_least_time(tmp_path: Path) -> None:
 
 
 def test_a_limit_ends_when_the_loop_waits_for_the_save(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, max_mbps=0.01) as checkpoints:  # 400 s for a step
+    with CheckpointManager(
+        tmp_path, writing=Writing(max_mbps=0.01)
+    ) as checkpoints:  # 400 s for a step
         for step in (1, 2):  # the second save waits for the first
             checkpoints.save(step, STATE)
         checkpoints.wait()
@@ -53,44 +54,19 @@ def test_threads_share_a_limit() -> None:
     assert os.times().elapsed - began >= 0.19
 
 
-def priorities() -> list[int]:
-    """Returns the niceness of each thread of this process, as the kernel has it."""
-    found = []
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):
-            found.append(os.getpriority(os.PRIO_PROCESS, int(thread)))
-    return found
-
-
-def test_the_writer_and_its_threads_have_their_own_priority(tmp_path: Path) -> None:
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    nice = min(19, before + 4)
-    most = 0
-    with CheckpointManager(tmp_path, writer_nice=nice, writer_jobs=2, max_mbps=10) as checkpoints:
-        checkpoints.save(1, STATE)
-        while most < 3 and checkpoints.last_save is None:
-            most = max(most, priorities().count(nice))
-        checkpoints.wait()
-    assert most >= 3 or nice == before  # the writer and two threads of the engine
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"writer_nice": 20}, "writer_nice: expected 0 to 19, got 20"),
-        ({"writer_nice": -1}, "writer_nice: expected 0 to 19, got -1"),
-        ({"writer_nice": True}, "writer_nice: expected 0 to 19, got True"),
         ({"max_mbps": 0}, "max_mbps: expected a number above 0, got 0"),
         ({"max_mbps": float("inf")}, "max_mbps: expected a number above 0, got inf"),
         ({"max_mbps": float("nan")}, "max_mbps: expected a number above 0, got nan"),
         ({"max_mbps": "10"}, "max_mbps: expected a number above 0, got '10'"),
-        ({"writer_jobs": 0}, "writer_jobs: expected a number of at least 1, got 0"),
+        ({"background_jobs": 0}, "background_jobs: expected a number of at least 1, got 0"),
     ],
 )
 def test_limits_out_of_range_are_refused(
     given: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        CheckpointManager(tmp_path, **given)
+        CheckpointManager(tmp_path, writing=Writing(**given))
     assert not list(tmp_path.iterdir())

@@ -11,6 +11,8 @@ import random
 import re
 import threading
 import traceback
+import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -25,16 +27,24 @@ import ckpt_tools
 from ckpt_tools import (
     CheckpointManager,
     IntegrityError,
+    Mirror,
     NotACheckpointError,
+    Outages,
     PerRank,
     PlanError,
+    Resuming,
+    Retention,
     RngState,
     StorageError,
     UnsafePickleError,
+    Writing,
 )
+from ckpt_tools.loop.options import GONE, RENAMED, OldOptions, grouped
 from ckpt_tools.loop.state.staging import Stager
 from ckpt_tools.run.roots import open_root
 from ckpt_tools.run.steps import list_steps
+from ckpt_tools.version import GONE_IN
+from tests.jobs import ROOT
 
 
 class Mlp(nn.Module):
@@ -307,7 +317,7 @@ def test_a_newer_step_that_is_incomplete_is_passed_over_and_the_reason_is_logged
 
 
 def test_retention_keeps_the_last_and_those_kept_by_rule(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, keep_last=2, keep_every=4) as checkpoints:
+    with CheckpointManager(tmp_path, retention=Retention(2, every=4)) as checkpoints:
         for step in range(1, 8):
             checkpoints.save(step, {"w": torch.ones(3)})
     assert [s.number for s in list_steps(open_root(tmp_path))] == [4, 6, 7]
@@ -444,7 +454,7 @@ def test_the_state_is_frozen_at_the_call(tmp_path: Path) -> None:
 
 def test_a_second_save_waits_or_is_skipped(tmp_path: Path) -> None:
     state = {"w": torch.zeros(30_000_000)}
-    with CheckpointManager(tmp_path, when_busy="skip", keep_last=9) as checkpoints:
+    with CheckpointManager(tmp_path, keep_last=9, writing=Writing(when_busy="skip")) as checkpoints:
         assert checkpoints.save(1, state)
         skipped = not checkpoints.save(2, state)
         checkpoints.wait()
@@ -510,9 +520,77 @@ def test_an_unknown_policy_is_refused(policy: Any) -> None:
 
 
 def test_bad_settings_are_refused(tmp_path: Path) -> None:
-    for options in ({"keep_last": 0}, {"when_busy": "drop"}, {"max_failures": 0}):
-        with pytest.raises(ValueError, match=f"{next(iter(options))}: expected"):
-            CheckpointManager(tmp_path, **options)
+    bad: list[tuple[str, Callable[[], object]]] = [
+        ("keep_last", lambda: CheckpointManager(tmp_path, keep_last=0)),
+        ("when_busy", lambda: Writing(when_busy="drop")),
+        ("replicas", lambda: Writing(replicas="never")),
+        ("names", lambda: Writing(names="model-{}")),
+        ("jobs", lambda: Writing(jobs=0)),
+        ("background_jobs", lambda: Writing(background_jobs=0)),
+        ("max_failures", lambda: Outages(max_failures=0)),
+        ("retry_s", lambda: Outages(retry_s=-1)),
+        ("mirror", lambda: CheckpointManager(tmp_path, mirror="a/path")),
+        ("mirror", lambda: CheckpointManager("s3://bucket/run", mirror="s3://bucket/other")),
+        ("mirror.every", lambda: Mirror("s3://bucket/run", every=0)),
+    ]
+    for name, call in bad:
+        with pytest.raises(ValueError, match=f"^{re.escape(name)}: "):
+            call()
+    for name in ("writing", "resuming", "outages", "mirror", "retention"):
+        with pytest.raises(TypeError, match=f"^{name}: expected"):
+            CheckpointManager(tmp_path, **{name: 3})  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_old_keywords_do_what_their_new_places_do(tmp_path: Path) -> None:
+    """Each warns once, at the line of the caller, and the changelog lists it."""
+    given: dict[str, Any] = {
+        "keep_every": 5,
+        "when_busy": "skip",
+        "jobs": 2,
+        "read_once": True,
+        "retry_s": 7.0,
+        "max_failures": 4,
+        "step_format": "checkpoint-{}",
+        "allow_not_finite": True,
+        "overlap_copy": True,
+        "writer_jobs": 1,
+        "max_mbps": 500,
+        "replicas": "check",
+        "writer_nice": 3,
+        "mirror_every": 9,
+    }
+    assert set(given) == set(OldOptions.__annotations__) == {*RENAMED, *GONE}
+    mirror = Mirror("s3://bucket/run")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = grouped(3, None, mirror, None, None, None, given)
+    assert found == (
+        Retention(3, every=5),
+        Mirror("s3://bucket/run", every=9),
+        Writing(2, 1, 500, True, "skip", "check", "checkpoint-{}"),
+        Resuming(True, True),
+        Outages(7.0, 4),
+    )
+    assert [name for name in given if any(f"({name}=…)" in str(one.message) for one in told)] == [
+        *given
+    ]
+    assert len(told) == len(given) and all(GONE_IN in str(one.message) for one in told)
+    with pytest.warns(DeprecationWarning, match="outages=Outages\\(max_failures=…\\)") as seen:
+        CheckpointManager(tmp_path, max_failures=2).close()
+    assert seen[0].filename == __file__
+    with (
+        pytest.warns(DeprecationWarning, match="max_failures"),
+        pytest.raises(ValueError, match="outages replaces max_failures"),
+    ):
+        CheckpointManager(tmp_path, max_failures=2, outages=Outages())
+    with (
+        pytest.warns(DeprecationWarning, match="mirror_every"),
+        pytest.raises(ValueError, match="no mirror"),
+    ):
+        CheckpointManager(tmp_path, mirror_every=2)
+    text = (ROOT / "CHANGELOG.md").read_text().partition(f"until {GONE_IN}")[2]
+    assert all(f"`{name}=" in text for name in given)
 
 
 def test_an_optimizer_without_its_module_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_tools import CheckpointManager, steps
+from ckpt_tools import CheckpointManager, Writing, steps
 from tests.command import run_job
 from tests.conftest import HERE
 from tests.jobs import torchrun_command
@@ -68,7 +68,7 @@ def test_an_interrupt_saves_and_goes_on_being_one(tmp_path: Path) -> None:
 
 def test_a_save_that_training_waits_for_is_not_skipped(tmp_path: Path) -> None:
     state = {"w": torch.ones(3_000_000)}
-    with CheckpointManager(tmp_path, when_busy="skip") as checkpoints:
+    with CheckpointManager(tmp_path, writing=Writing(when_busy="skip")) as checkpoints:
         checkpoints.save(1, state)
         with (
             pytest.raises(ValueError, match="first"),

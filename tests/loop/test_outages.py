@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_tools import CheckpointManager, StorageError
+from ckpt_tools import CheckpointManager, Outages, StorageError, Writing
 from ckpt_tools.run.roots import open_root
 from ckpt_tools.run.step import damage
 from ckpt_tools.run.steps import list_steps
@@ -71,7 +71,10 @@ def test_the_time_of_retries_counts_from_the_first_failure(
     server.bucket("long")
     root, weights = "s3://long/run", torch.zeros(2_000_000)
     with CheckpointManager(
-        root, storage_options=server.options, retry_s=1, max_mbps=2.0
+        root,
+        storage_options=server.options,
+        outages=Outages(retry_s=1),
+        writing=Writing(max_mbps=2.0),
     ) as checkpoints:
         checkpoints.save(1, {"w": weights})
         time.sleep(2)
@@ -89,7 +92,7 @@ def test_saves_that_fail_are_warnings_until_so_many_have_failed_in_a_row(
     server.bucket("failures")
     root = "s3://failures/run"
     with CheckpointManager(
-        root, storage_options=server.options, retry_s=0, max_failures=3
+        root, storage_options=server.options, outages=Outages(retry_s=0, max_failures=3)
     ) as checkpoints:
         gate.shut()
         checkpoints.save(1, state())
@@ -133,7 +136,7 @@ def test_a_start_and_a_resume_sit_an_outage_out(
         timer.join()
     gate.shut()
     with pytest.raises(StorageError):
-        CheckpointManager(root, storage_options=server.options, retry_s=0)
+        CheckpointManager(root, storage_options=server.options, outages=Outages(retry_s=0))
     gate.open()
 
 
@@ -183,7 +186,7 @@ def test_a_restart_takes_the_newer_step_of_the_disk_while_the_mirror_is_away(
     checkpoints.close()
     assert [s.number for s in list_steps(open_root("s3://far/run", server.options))][-1] == 4
     gate.shut()
-    checkpoints = CheckpointManager(tmp_path / "new disk", retry_s=1, **settings)
+    checkpoints = CheckpointManager(tmp_path / "new disk", **settings, outages=Outages(retry_s=1))
     with pytest.raises(StorageError, match="cannot list"):
         checkpoints.resume(state())  # the disk has nothing, and what the mirror has is unknown
     with pytest.raises(StorageError, match="could not be mirrored"):

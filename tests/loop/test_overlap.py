@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ckpt_tools
-from ckpt_tools import CheckpointManager, Ema
+from ckpt_tools import CheckpointManager, Ema, Writing
 from tests.loop.cached_states import check, expected, flat, made, parameter, train
 from tests.stock import assert_stock_torch_reads
 
@@ -46,7 +46,9 @@ def half_saved(
 ) -> Iterator[Half]:
     """Yields after the second save, whose copy is blocked until it is released."""
     released = threading.Event()
-    with CheckpointManager(folder, overlap_copy=True, keep_last=None) as checkpoints:
+    with CheckpointManager(
+        folder, keep_last=None, writing=Writing(overlap_copy=True)
+    ) as checkpoints:
         checkpoints.save(1, state)
         checkpoints.wait()
         between()
@@ -204,7 +206,9 @@ def test_a_forked_child_does_not_wait(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_step_of_a_loop_is_saved_as_it_was(tmp_path: Path) -> None:
     state = made()
-    with CheckpointManager(tmp_path, overlap_copy=True, keep_last=None) as checkpoints:
+    with CheckpointManager(
+        tmp_path, keep_last=None, writing=Writing(overlap_copy=True)
+    ) as checkpoints:
         for step in range(1, 30):
             wanted = expected(state)
             checkpoints.save(step, state)
@@ -222,7 +226,7 @@ def test_a_manager_hooks_into_steps_until_it_is_closed(tmp_path: Path) -> None:
     state, before = made(), hooks()
     with CheckpointManager(tmp_path / "without"):
         assert hooks() == before
-    with CheckpointManager(tmp_path / "with", overlap_copy=True) as checkpoints:
+    with CheckpointManager(tmp_path / "with", writing=Writing(overlap_copy=True)) as checkpoints:
         checkpoints.save(1, state)
         assert hooks() == before + 1
     assert hooks() == before
@@ -251,7 +255,9 @@ def test_the_tensors_of_an_optimizer_without_hooks_are_copied_at_once_and_told(
     state = made()
     inner = state["optimizer"]
     state["optimizer"] = Wrapper(inner)
-    with CheckpointManager(tmp_path, overlap_copy=True, keep_last=None) as checkpoints:
+    with CheckpointManager(
+        tmp_path, keep_last=None, writing=Writing(overlap_copy=True)
+    ) as checkpoints:
         for step in (1, 2):
             wanted = expected(state | {"optimizer": inner})
             checkpoints.save(step, state)

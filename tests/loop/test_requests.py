@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools import CheckpointManager, PlanError, SaveReport, StorageError
+from ckpt_tools import CheckpointManager, Outages, PlanError, SaveReport, StorageError, Writing
 from ckpt_tools.loop.state.pack_objects import refuse_conflicts
 
 
@@ -220,20 +220,22 @@ def test_a_hook_that_is_no_function_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["step-{}", "checkpoint-{}", "global_step_{}"])
 def test_steps_have_the_names_that_a_host_expects(form: str, tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path / "run", keep_last=1, step_format=form) as checkpoints:
+    with CheckpointManager(
+        tmp_path / "run", keep_last=1, writing=Writing(names=form)
+    ) as checkpoints:
         checkpoints.protected_steps.add(1)
         for step in (1, 2, 3):
             checkpoints.save(step, {"w": torch.full((3,), float(step))})
     names = {p.name for p in (tmp_path / "run").iterdir() if not p.name.startswith(".")}
     assert names == {form.format(1), form.format(3)}
     state = {"w": torch.zeros(3)}
-    with CheckpointManager(tmp_path / "run", step_format=form) as checkpoints:
+    with CheckpointManager(tmp_path / "run", writing=Writing(names=form)) as checkpoints:
         assert checkpoints.resume(state) == 3 and state["w"][0] == 3
 
 
 def test_a_form_that_no_reader_knows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="step_format: expected one of step-"):
-        CheckpointManager(tmp_path / "run", step_format="model-{}")
+        CheckpointManager(tmp_path / "run", writing=Writing(names="model-{}"))
 
 
 # ---- names of checkpoints, and their removal -----------------------------------------------------
@@ -283,7 +285,7 @@ def test_remove_takes_nothing_but_a_checkpoint(
 
 
 def test_a_checkpoint_stays_if_the_save_after_it_fails(tmp_path: Path) -> None:
-    checkpoints = CheckpointManager(tmp_path / "run", max_failures=3)
+    checkpoints = CheckpointManager(tmp_path / "run", outages=Outages(max_failures=3))
     checkpoints.save(1, {"w": torch.ones(3)}, name="a")
     checkpoints.wait()
     (tmp_path / "run" / "b").mkdir()

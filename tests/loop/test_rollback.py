@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_tools import CheckpointManager, StorageError
+from ckpt_tools import CheckpointManager, Mirror, StorageError
 from ckpt_tools.loop.steps.retention import prune_steps
 from ckpt_tools.publish.step_names import step_name
 from ckpt_tools.run.retention import Retention
@@ -234,7 +234,7 @@ def test_a_mirror_that_has_not_heard_of_a_rollback_yet_is_not_resumed_from(
             checkpoints._mirror.wait()
     assert [s.number for s in list_steps(open_root(url, options))] == [100, 200, 300]
     with CheckpointManager(
-        root, keep_last=None, mirror=url, mirror_every=1000, storage_options=options
+        root, keep_last=None, mirror=Mirror(url, every=1000), storage_options=options
     ) as checkpoints:
         checkpoints.resume({"w": torch.zeros(3)}, step=100)
         save(checkpoints, 150, 0.5)  # is not mirrored

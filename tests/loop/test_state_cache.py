@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.subclasses import WrapperSubclass
 
-from ckpt_tools import CheckpointManager
+from ckpt_tools import CheckpointManager, Writing
 from ckpt_tools.loop.state import state_dict as exporting
 from ckpt_tools.loop.state.modules import module_state
 from tests.loop.cached_states import Values, check, expected, made, parameter, train
@@ -462,7 +462,7 @@ def test_a_mode_of_torch_sees_few_calls_of_a_later_save(overlap_copy: bool, tmp_
     model(torch.ones(4)).sum().backward()
     optimizer.step()
     state = {"model": model, "optimizer": optimizer}
-    with CheckpointManager(tmp_path, overlap_copy=overlap_copy) as checkpoints:
+    with CheckpointManager(tmp_path, writing=Writing(overlap_copy=overlap_copy)) as checkpoints:
         checkpoints.save(1, state)
         with Count() as count:
             checkpoints.save(2, state)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools import CheckpointManager, StorageError
+from ckpt_tools import CheckpointManager, Outages, StorageError
 from tests.command import run_command
 from tests.jobs import LONG
 from tests.loop.outages import Impatient, later
@@ -94,7 +94,9 @@ def test_a_refused_read_of_the_newest_step_resumes_no_older_one(
 ) -> None:
     with refusing(run.endpoint, "", kind) as (url, refuser):
         options = run.behind(url)
-        with CheckpointManager(run.root, storage_options=options, retry_s=1) as checkpoints:
+        with CheckpointManager(
+            run.root, storage_options=options, outages=Outages(retry_s=1)
+        ) as checkpoints:
             refuser.wanted = NEWEST + name
             into = state(0)
             with pytest.raises(
@@ -114,7 +116,9 @@ def test_a_read_that_is_refused_for_a_while_is_waited_for(
 ) -> None:
     with refusing(run.endpoint, "", REFUSALS["broken"]) as (url, refuser):
         options = run.behind(url)
-        with CheckpointManager(run.root, storage_options=options, retry_s=60) as checkpoints:
+        with CheckpointManager(
+            run.root, storage_options=options, outages=Outages(retry_s=60)
+        ) as checkpoints:
             refuser.wanted = f"{NEWEST}.metadata"
             timer = later(4, lambda: setattr(refuser, "wanted", ""))
             into = state(0)
@@ -278,7 +282,7 @@ def test_a_newer_step_of_the_mirror_that_cannot_be_read_is_not_replaced(
         shutil.copytree(tmp_path / "other/step-00000004", tmp_path / "run/step-00000004")
     with refusing(server.endpoint, "run/step-00000003/", "403 AccessDenied") as (url, refuser):
         settings["storage_options"] = Impatient(server.name, url).options
-        checkpoints = CheckpointManager(tmp_path / "run", retry_s=1, **settings)
+        checkpoints = CheckpointManager(tmp_path / "run", **settings, outages=Outages(retry_s=1))
         into = state(0)
         if disk == 2:
             with pytest.raises(StorageError, match="step-00000003 cannot be read"):
@@ -355,7 +359,7 @@ def test_a_file_whose_disk_is_away_is_not_missing(
         done = run_command(words_[0], root, *words_[1:])
         text = done.stdout + done.stderr
         assert done.returncode == 15 and "link" in text and "missing" not in text, text
-    with CheckpointManager(root, retry_s=0.1) as checkpoints:
+    with CheckpointManager(root, outages=Outages(retry_s=0.1)) as checkpoints:
         with pytest.raises(StorageError, match="step-00000002 cannot be read"):
             checkpoints.resume(state(0))
         file.unlink()

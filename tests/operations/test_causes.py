@@ -80,7 +80,13 @@ def test_the_parent_of_runs_is_named(tmp_path: Path, ckpt: Run) -> None:
             checkpoints.save(1, {"w": torch.ones(2)}, asynchronous=False)
     (tmp_path / "other").mkdir()
     done = ckpt("ls", tmp_path)
-    assert done.returncode == 0 and "runs lie below: runA, runB" in done.stdout
+    assert done.returncode == 0
+    rows = [line.split(maxsplit=3) for line in done.stdout.splitlines()[2:]]
+    assert rows == [
+        ["other/", "folder", "0", "B  empty"],
+        ["runA/", "run", "-", "1 step, the newest is 1"],
+        ["runB/", "run", "-", "1 step, the newest is 1"],
+    ]
     more = (("latest",), ("prune", "--keep-last", "1"))
     for words in (("ls", "--bytes"), ("check",), ("thin", "--keep-full", "1"), *more):
         done = ckpt(words[0], tmp_path, *words[1:])

@@ -227,7 +227,7 @@ def test_thousands_of_layers_are_told_in_a_page(tmp_path: Path) -> None:
     rows = [line.split() for line in done.stdout.splitlines()]
     assert (
         ["layers.*.w", "700"] in [r[:2] for r in rows]
-        and ["layers.*.b", "700"] in [r[:2] for r in rows]
+        and ["layers.*.b", "(700)"] in [r[:2] for r in rows]
         and ["new.*.x", "(90)"] in rows
     )
     assert len(rows) < 10, done.stdout

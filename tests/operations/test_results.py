@@ -211,7 +211,7 @@ def test_inspect_names_all_that_lies_there(src: Path, tmp_path: Path, ckpt: Run)
     shutil.copytree(both / "step-1", both / "step-2")
     done = ckpt("inspect", both)
     assert done.returncode == 10 and all(
-        name in done.stderr for name in ("step-1", "step-2", "last.ckpt")
+        name in done.stdout for name in ("step-1/", "step-2/", "last.ckpt")
     )
 
 

@@ -176,7 +176,7 @@ def test_the_best_step_stays_and_is_loaded_at_the_end(
     }
     wanted = {"steps": 8, "save": 2, "evaluate": True, "arguments": arguments}
     run(host, 0, tmp_path / "stock", {**wanted, "stock": True})
-    slow = {"options": {"max_mbps": 0.5}} if limit == 1 else {"install": True}
+    slow = {"max_mbps": 0.5} if limit == 1 else {"install": True}
     run(host, 0, tmp_path / "ours", {**wanted, **slow})
     # the Trainer removes the newest step at the end, if only the best one may stay
     newest = {8} if limit == 1 else set()

@@ -97,11 +97,13 @@ def main():
     OUT.mkdir(exist_ok=True)
     kind = Trainer
     if not WANTED.get("stock"):
+        from ckpt_tools import Writing
         from ckpt_tools.integrations.transformers import CheckpointMixin, install
 
         class Ours(CheckpointMixin, Trainer):
             checkpoint_root = WANTED.get("root")
-            checkpoint_options = WANTED.get("options", {})
+            limit = WANTED.get("max_mbps")
+            checkpoint_options = {"writing": Writing(max_mbps=limit)} if limit else {}
 
         kind = Ours if not WANTED.get("install") else Trainer
     trainer = kind(

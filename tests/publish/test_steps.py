@@ -291,7 +291,10 @@ def test_a_second_job_is_refused_with_the_first_ones_host_pid_and_time(tmp_path:
 def test_ls_shows_every_step_and_why_one_is_incomplete(run: Path, ckpt: Run) -> None:
     (newest(run) / "__0_0.distcp").unlink()
     lines = ckpt("ls", run).stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["step", "900", "1,000", "10,000"]
+    assert [line.split()[0] for line in lines] == [
+        "name",
+        *map(step_name, (900, 1000, 10000)),
+    ]
     assert "complete" in lines[1] and "incomplete: __0_0.distcp is missing" in lines[3]
     steps = json.loads(ckpt("ls", run, "--json").stdout)
     assert [(s["step"], s["is_complete"], s["world_size"]) for s in steps] == [

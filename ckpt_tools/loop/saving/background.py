@@ -24,7 +24,7 @@ from ckpt_tools.loop.state.archives import ReadBack
 from ckpt_tools.loop.state.staging import StagedTensors
 from ckpt_tools.loop.steps import rollback
 from ckpt_tools.loop.steps.history import RunHistory
-from ckpt_tools.loop.steps.mirror import Mirror, Retained
+from ckpt_tools.loop.steps.mirror import MirrorWriter, Retained
 from ckpt_tools.loop.steps.retention import remove_named, retain
 from ckpt_tools.loop.steps.waiting import Outage, wait_for, with_hint
 from ckpt_tools.publish.base import Destination, RootLock
@@ -69,7 +69,7 @@ class BackgroundWriter:
     """
 
     lock: RootLock | None = None
-    mirror: Mirror | None = None
+    mirror: MirrorWriter | None = None
     huggingface: HuggingFaceWriter | None = None
     last_save: SaveReport | None = None
     _failures = 0
@@ -153,7 +153,7 @@ class BackgroundWriter:
         second.
         """
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "ckpt-save", self.limits.lower_priority)
+            self._pool = ThreadPoolExecutor(1, "ckpt-save")
         return self._pool
 
     def wait(self, is_last: bool = False) -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import os
 import threading
 import time
 from dataclasses import dataclass
-
-_MAX_NICE = 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,30 +13,11 @@ class WriteLimits:
 
     Attributes:
         jobs: its threads.
-        nice: niceness that its threads get, unless they have a higher one. On Linux, each thread
-            has its own.
         max_mbps: megabytes per second, until the loop waits for the save; no limit if None.
     """
 
     jobs: int
-    nice: int = 0
     max_mbps: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuses numbers out of range."""
-        if type(self.nice) is not int or not 0 <= self.nice <= _MAX_NICE:
-            raise ValueError(f"writer_nice: expected 0 to {_MAX_NICE}, got {self.nice!r}")
-        limit = 1 if self.max_mbps is None else self.max_mbps
-        if type(limit) not in (int, float) or not 0 < limit < math.inf:
-            raise ValueError(f"max_mbps: expected a number above 0, got {self.max_mbps!r}")
-
-    def lower_priority(self) -> None:
-        """Lowers the priority of this thread, and of the threads that it starts from now on."""
-        if not self.nice:
-            return
-        thread = threading.get_native_id()
-        if os.getpriority(os.PRIO_PROCESS, thread) < self.nice:
-            os.setpriority(os.PRIO_PROCESS, thread, self.nice)
 
     def throttle(self, is_waited_for: threading.Event) -> Throttle | None:
         """Returns a throttle for one save; None if there is no limit."""

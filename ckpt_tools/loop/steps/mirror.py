@@ -44,7 +44,7 @@ class Retained(NamedTuple):
     resumed: Path | str | None
 
 
-class Mirror:
+class MirrorWriter:
     """Copies the steps of a run to a URL.
 
     A failure is logged, and `close` raises it. The next step is tried anyway.
