@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from ckpt_tools import CheckpointError
+from ckpt_tools.ranks.base import tell_launcher
 from training import accelerate_config
 from training import model as models
 from training.batch import DataError
@@ -85,10 +85,12 @@ def main() -> None:
         is_package = isinstance(error, ModuleNotFoundError)
         advice = "; pip install 'ckpt-tools[train]'" if is_package else ""
         print(f"training: {who}{error}{advice}", file=sys.stderr, flush=True)
+        tell_launcher(f"{error}{advice}")
         raise SystemExit(2) from None
     except LossError as error:
         if rank == 0:
             print(f"training: {error}", file=sys.stderr, flush=True)
+        tell_launcher(str(error))
         raise SystemExit(_NOT_FINITE) from None
 
 
@@ -204,8 +206,9 @@ def _report(error: Exception, store: dist.Store, rank: int) -> None:
     else:
         text = f"rank {rank} stops: {_first_to_fail(store)} failed"
     print(text, file=sys.stderr, flush=True)
-    if is_first and not _own_error(error):
-        get_error_handler().record_exception(error)
+    if is_first:
+        cause = _own_error(error) or f"{type(error).__name__}: {error}; see the traceback above"
+        tell_launcher(cause)
 
 
 _OF_FILES = (

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from ckpt_tools.cli.tables import RED, style
 from ckpt_tools.core import ending
 from ckpt_tools.errors import printable_lines, redacted
-from ckpt_tools.ranks.base import is_launched
+from ckpt_tools.ranks.base import is_launched, tell_launcher
 
 EXIT_STATUS = """EXIT STATUS
 
@@ -110,6 +110,10 @@ def fail(message: str, hint: str | None, code: int, kind: str = "") -> NoReturn:
     print(f"{style('error:', RED, sys.stderr)} {printable_lines(message)}", file=sys.stderr)
     if hint:
         print(f"hint: {printable_lines(hint)}", file=sys.stderr)
+    if is_launched(os.environ):
+        tell_launcher(
+            f"{printable_lines(message)}{f'; hint: {printable_lines(hint)}' if hint else ''}"
+        )
     raise SystemExit(code)
 
 

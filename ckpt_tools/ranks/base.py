@@ -7,8 +7,11 @@ call every method in the same order.
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Protocol, TypeVar
 
 from ckpt_tools.errors import PlanError
@@ -100,3 +103,14 @@ def is_launched(environment: Mapping[str, str]) -> bool:
     if "TORCHELASTIC_RUN_ID" in environment:
         return int(environment.get("WORLD_SIZE", "1")) > 1
     return int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+
+
+def tell_launcher(text: str) -> None:
+    """Gives torchrun the reason why this process fails, for the summary that torchrun prints.
+
+    It does nothing for other launchers, and never raises. Source: torch 2.13,
+    `torch/distributed/elastic/multiprocessing/errors`.
+    """
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with suppress(OSError), open(file, "w") as out:
+            json.dump({"message": text, "timestamp": str(int(time.time()))}, out)
