@@ -21,6 +21,7 @@ from tests.servers.servers import Server
 
 # a shell's background ignores it, and so would the processes of these tests
 signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ.pop("COLUMNS", None)  # the runner's width is not that of a pipe
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 HERE = Path(__file__).parent

@@ -111,9 +111,8 @@ def fail(message: str, hint: str | None, code: int, kind: str = "") -> NoReturn:
     if hint:
         print(f"hint: {printable_lines(hint)}", file=sys.stderr)
     if is_launched(os.environ):
-        tell_launcher(
-            f"{printable_lines(message)}{f'; hint: {printable_lines(hint)}' if hint else ''}"
-        )
+        advice = f"; hint: {printable_lines(hint)}" if hint else ""
+        tell_launcher(printable_lines(message) + advice)
     raise SystemExit(code)
 
 

@@ -142,6 +142,12 @@ def test_the_changelog_lists_every_old_name() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     table = text.partition("**Deprecated**, until " + old_names.GONE_IN)[2].partition("\n## ")[0]
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    # those of the manager have a test of their own
+    rows = [
+        row
+        for row in rows
+        if row.strip().startswith(("`ckpt ", "`--")) or "`prune " in row or "`average " in row
+    ]
     verbs = {f"ckpt {verb}" for verb in old_names.VERBS}
     names = verbs | {name for names in old_names.OPTIONS.values() for name in names}
     assert all(any(name in row for row in rows) for name in names)

@@ -234,7 +234,7 @@ def test_steps_have_the_names_that_a_host_expects(form: str, tmp_path: Path) -> 
 
 
 def test_a_form_that_no_reader_knows_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="step_format: expected one of step-"):
+    with pytest.raises(ValueError, match="names: expected one of step-"):
         CheckpointManager(tmp_path / "run", writing=Writing(names="model-{}"))
 
 

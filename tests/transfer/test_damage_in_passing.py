@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
-from ckpt_tools import CheckpointManager, IntegrityError
+from ckpt_tools import CheckpointManager, IntegrityError, Outages, Writing
 from ckpt_tools.loop.steps.retention import prune_steps
 from ckpt_tools.publish.step_names import step_name
 from ckpt_tools.run.retention import Retention
@@ -225,13 +225,20 @@ def test_a_full_stdout_is_exit_15_and_a_closed_pipe_ends_like_other_commands(
 
 @pytest.mark.parametrize(
     "bad",
-    [{"jobs": 0}, {"jobs": -1}, {"timeout_s": -1}, {"keep_every": 0}, {"retry_s": "long"}],
+    [
+        lambda root: CheckpointManager(root, writing=Writing(jobs=-1)),
+        lambda root: CheckpointManager(root, timeout_s=-1),
+        lambda root: CheckpointManager(root, save_every=0),
+        lambda root: CheckpointManager(root, retention=Retention(every=0)),
+        lambda root: CheckpointManager(root, outages=Outages(retry_s="long")),  # type: ignore[arg-type]
+    ],
 )
 def test_a_manager_refuses_settings_that_mean_nothing(
-    bad: dict[str, object], tmp_path: Path
+    bad: Callable[[Path], object], tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        CheckpointManager(tmp_path, **bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected"):
+        bad(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_state_that_is_no_dict_is_refused_before_it_is_saved(tmp_path: Path) -> None:
