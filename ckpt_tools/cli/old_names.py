@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from ckpt_tools.cli.process import fail
 from ckpt_tools.version import GONE_IN
 
 
@@ -34,11 +35,26 @@ OPTIONS = {
     "average": {"--config-from": "--base"},
     "prune": {"--grace-hours": "--grace"},
 }
+# options that are gone, and what to do instead
+GONE = {
+    "report": {
+        "--serve": "repeat: ckpt report RUN -o FILE.html --overwrite",
+        "--port": "nothing is served any more",
+    },
+    "check": {
+        "--unchanged": "it is 3 now; ckpt_tools.check_run takes another number",
+        "--jump": "it is 10 now; ckpt_tools.check_run takes another number",
+    },
+    "stats": {"--each": "--json lists each tensor"},
+}
 _IN_HOURS = ("--grace-hours",)  # a number of hours, which is a duration now
 
 
 def with_present_names(words: Sequence[str]) -> list[str]:
-    """Returns a command line with the present names of verbs and options; tells each old one."""
+    """Returns a command line with the present names of verbs and options; tells each old one.
+
+    An option that is gone ends the command.
+    """
     at = next((i for i, word in enumerate(words) if not word.startswith("-")), None)
     if at is None:
         return list(words)
@@ -49,6 +65,10 @@ def with_present_names(words: Sequence[str]) -> list[str]:
         new = " ".join((renamed.verb, *renamed.more))
         told.append(f"ckpt {words[at]} is now ckpt {new}")
     end = words.index("--") if "--" in words else len(words)
+    for word in words[at + 1 : end]:
+        name = word.partition("=")[0]
+        if (instead := GONE.get(renamed.verb, {}).get(name)) is not None:
+            fail(f"ckpt {renamed.verb} has no {name} any more", instead, 2, "UsageError")
     for place, word in enumerate(words[at + 1 :], at + 1):
         name, equals, value = word.partition("=")
         if is_hours:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ckpt_tools.cli.options import OUTPUT, SOURCE, Select, Shared, shares
-from ckpt_tools.errors import NotACheckpointError, PlanError, printable
-
-if TYPE_CHECKING:
-    from ckpt_tools.transfer.options import Reading
+from ckpt_tools.errors import PlanError, printable
 
 OverwriteFile = Annotated[
     bool, typer.Option("--overwrite", help="Replace an existing file.", rich_help_panel="Output")
@@ -63,20 +58,6 @@ def report(
             show_default=False,
         ),
     ] = None,
-    serve: Annotated[
-        bool,
-        typer.Option(
-            "--serve",
-            help="Serve the page on this machine, and make it anew while a job runs.",
-            rich_help_panel="More",
-        ),
-    ] = False,
-    port: Annotated[
-        int,
-        typer.Option(
-            "--port", min=1, max=65535, help="For --serve: the port.", rich_help_panel="More"
-        ),
-    ] = 8265,
     open_it: Annotated[
         bool, typer.Option("--open", help="Open the page in a browser.", rich_help_panel="More")
     ] = False,
@@ -95,8 +76,8 @@ def report(
     """
     from ckpt_tools.operations.report import report as reports
 
-    if shared.as_json + serve + (output is not None) + (png is not None) != 1:
-        raise typer.BadParameter("give one of --output, --png, --serve and --json")
+    if shared.as_json + (output is not None) + (png is not None) != 1:
+        raise typer.BadParameter("give one of --output, --png and --json")
     if (png is None) is not (select is None):
         raise typer.BadParameter(
             "--png needs --select, the names to draw, and --select needs --png"
@@ -128,36 +109,13 @@ def report(
             print(f"wrote {printable(output)}: {render.format_size(nbytes)}")
         if open_it:
             _open(output)
-    else:
-        _serve(src, b, port, not no_values, open_it, shared)
-
-
-def _serve(src: str, b: str | None, port: int, reads: bool, opens: bool, shared: Shared) -> None:
-    from ckpt_tools.operations.report import report as reports
-
-    if b is not None:
-        raise PlanError("--serve is for one checkpoint or run")
-    if "://" not in src and not os.path.exists(src):
-        raise NotACheckpointError(f"no such path: {printable(src)}")
-    options: Reading = {**shared.reading, "progress": None}
-    server = reports.serve(lambda: reports.report_data(src, read_values=reads, **options), port)
-    url = f"http://127.0.0.1:{server.server_port}/"
-    print(f"serving {printable(src)} at {url}, until Ctrl-C", file=sys.stderr, flush=True)
-    if opens:
-        _open(url)
-    with server:
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt as stop:
-            stop.args = ("the page is no longer served",)
-            raise
 
 
 def _open(where: str) -> None:
     import webbrowser
     from pathlib import Path
 
-    webbrowser.open(where if where.startswith("http://") else Path(where).absolute().as_uri())
+    webbrowser.open(Path(where).absolute().as_uri())
 
 
 def _draw(root: str, output: str, select: list[str], value: str, shared: Shared) -> None:

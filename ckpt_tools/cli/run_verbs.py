@@ -387,26 +387,6 @@ def check(
             show_default=False,
         ),
     ] = None,
-    unchanged: Annotated[
-        int,
-        typer.Option(
-            "--unchanged",
-            min=2,
-            metavar="N",
-            help="A trained tensor that is the same in the newest N steps is a problem.",
-            rich_help_panel="More",
-        ),
-    ] = 3,
-    jump: Annotated[
-        float,
-        typer.Option(
-            "--jump",
-            min=1.0,
-            metavar="X",
-            help="An update of a weight X times larger than those before is a problem.",
-            rich_help_panel="More",
-        ),
-    ] = 10.0,
     *,
     shared: Shared,
 ) -> None:
@@ -423,8 +403,6 @@ def check(
         root,
         verify=verify,
         every=every,
-        unchanged_steps=unchanged,
-        jump=jump,
         storage_options=shared.storage_options,
     )
     if shared.as_json:

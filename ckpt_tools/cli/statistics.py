@@ -15,16 +15,10 @@ from ckpt_tools.operations.stats import StatsResult
 _MANY, _MOST_BINS = 40, 64
 
 
-def show_stats(result: StatsResult, each: bool) -> None:
-    """Prints the statistics of a checkpoint.
-
-    Args:
-        result: of `stats`.
-        each: one line for each tensor. Else, many tensors are grouped by the numbers in their
-            names.
-    """
+def show_stats(result: StatsResult) -> None:
+    """Prints the statistics of a checkpoint. Many tensors are grouped by numbers in their names."""
     groups: dict[str, list[str]] = {}
-    is_grouped = not each and len(result.tensors) > _MANY
+    is_grouped = len(result.tensors) > _MANY
     for fqn in result.tensors:
         groups.setdefault(_kind(fqn) if is_grouped else fqn, []).append(fqn)
     order = sorted(groups, key=lambda name: is_optimizer_state(groups[name][0]))  # weights first
@@ -43,6 +37,8 @@ def show_stats(result: StatsResult, each: bool) -> None:
         found = result.tensors.get(fqn)
         nans, infs = (found.num_nan, found.num_inf) if found else result.broken_parts[fqn]
         print(f"  {printable(fqn)}: {nans:,} NaN, {infs:,} infinite")
+    if is_grouped:
+        print("  --json lists each tensor")
     verdict = (
         style(f"not finite: {count(len(result.not_finite), 'tensor')}", RED)
         if result.not_finite

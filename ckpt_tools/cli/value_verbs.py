@@ -39,14 +39,6 @@ def stats(
             help=("Count magnitudes by power of two, and show what bf16, fp16 and fp8 would lose."),
         ),
     ] = False,
-    each: Annotated[
-        bool,
-        typer.Option(
-            "--each",
-            help="One line for each tensor, also for equal layers.",
-            rich_help_panel="More",
-        ),
-    ] = False,
     read_all: Annotated[
         bool,
         typer.Option(
@@ -72,7 +64,7 @@ def stats(
         read_all=read_all,
         **shared.reading,
     )
-    shared.show(lambda: statistics.show_stats(result, each), result)
+    shared.show(lambda: statistics.show_stats(result), result)
     if result.not_finite:
         raise SystemExit(1)
 

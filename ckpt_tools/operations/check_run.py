@@ -43,14 +43,17 @@ class RunProblem(NamedTuple):
         return f"step {self.step}: {self.kind}: {self.text}"
 
 
+UNCHANGED_STEPS, JUMP = 3, 10.0  # what `ckpt check` calls a problem
+
+
 @checked()
 def check_run(
     root: Path_,
     *,
     verify: bool = False,
     every: int | None = None,
-    unchanged_steps: int = 3,
-    jump: float = 10.0,
+    unchanged_steps: int = UNCHANGED_STEPS,
+    jump: float = JUMP,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[RunProblem]:
     """Returns the problems of a run's steps, by step; an empty list if there are none.
@@ -87,8 +90,8 @@ def check_steps(
     *,
     verify: bool,
     every: int | None,
-    unchanged_steps: int,
-    jump: float,
+    unchanged_steps: int = UNCHANGED_STEPS,
+    jump: float = JUMP,
     storage_options: Mapping[str, Any] | None,
 ) -> tuple[list[RunProblem], list[Step]]:
     """Returns the problems of a run's steps, as `check_run` does, and the steps."""

@@ -24,6 +24,7 @@ WRITERS = {
     "run",
     "integrations",
     "cli/process.py",
+    "ranks/base.py",  # the file that torchrun names
     "files.py",  # of training
     "prepare.py",  # opens a new file only, and renames it
 }

@@ -138,6 +138,18 @@ def test_an_old_name_does_what_the_new_one_does_and_says_it(
     assert left[0] == left[1]
 
 
+@pytest.mark.parametrize("verb", old_names.GONE)
+def test_an_option_that_is_gone_says_what_to_do_instead(verb: str, folder: Path) -> None:
+    for option, instead in old_names.GONE[verb].items():
+        assert not any(option in parameter.opts for parameter in VERBS[verb].params)
+        for word in (option, f"{option}=3"):
+            done = run_command(verb, "run", word, cwd=folder)
+            assert done.returncode == 2
+            assert f"ckpt {verb} has no {option} any more" in done.stderr
+            assert f"hint: {instead}" in done.stderr
+    assert run_command(verb, "run", "--", "--serve", cwd=folder).returncode == 2
+
+
 def test_the_changelog_lists_every_old_name() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     table = text.partition("**Deprecated**, until " + old_names.GONE_IN)[2].partition("\n## ")[0]

@@ -21,7 +21,7 @@ LINES = [
     line.partition("#")[0].strip()
     for block in re.findall(r"^```console\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
     for line in block.splitlines()
-    if line.startswith("ckpt ") and "--serve" not in line  # it serves until it is stopped
+    if line.startswith("ckpt ")
 ]
 
 

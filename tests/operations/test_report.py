@@ -6,10 +6,6 @@ import json
 import math
 import shutil
 import subprocess
-import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +18,6 @@ from torch import nn
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PlanError, StorageError
 from ckpt_tools.operations.report.page import render_page
-from ckpt_tools.operations.report.report import serve
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -267,39 +262,6 @@ def test_what_is_refused(run: Path, tmp_path: Path, ckpt: Run) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.html"]
 
 
-def test_a_served_report_is_new_at_each_request_and_for_this_machine_only(
-    run: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(run, tmp_path / "run")
-    server = serve(lambda: ckpt_tools.report_data(tmp_path / "run"), 0)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    url = f"http://127.0.0.1:{server.server_port}"
-
-    def get(path: str = "/", **headers: str) -> tuple[int, bytes]:
-        try:
-            with urllib.request.urlopen(urllib.request.Request(url + path, headers=headers)) as got:
-                return got.status, got.read()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read()
-
-    try:
-        status, first = get()
-        assert status == 200 and b'const reloadS = Number("10")' in first
-        shutil.rmtree(tmp_path / "run" / "step-00000002")
-        assert get()[1] != first
-        assert get("/etc/passwd")[0] == 404
-        assert get(Host="evil.example:80")[0] == 403
-        assert get("/favicon.ico") == (204, b"")
-        shutil.rmtree(tmp_path / "run")
-        status, problem = get()
-        assert status == 503 and b'http-equiv="refresh" content="10"' in problem
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
 def test_a_plot(run: Path, tmp_path: Path, ckpt: Run) -> None:
     done = ckpt("report", run, "--select", "model.layers.*", "--png", tmp_path / "a.png")
     assert done.returncode == 0 and "6 tensors" in done.stdout
@@ -316,49 +278,6 @@ def test_a_plot(run: Path, tmp_path: Path, ckpt: Run) -> None:
         ckpt("report", run, "--select", "*", "--png", tmp_path / "b.svg", "--overwrite").returncode
         == 0
     )
-
-
-@pytest.mark.slow
-def test_a_served_page_keeps_what_its_reader_has_chosen(run: Path, chromium: Any) -> None:
-    server = serve(lambda: ckpt_tools.report_data(run), 0)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    context = chromium.new_context(viewport={"width": 800, "height": 500})
-    tab = context.new_page()
-    problems: list[str] = []
-    tab.on("console", lambda message: problems.append(message.text))
-    try:
-        tab.goto(f"http://127.0.0.1:{server.server_port}/")
-        tab.wait_for_selector("body[data-ready]", timeout=120_000)
-        field = tab.locator("section input").first
-        field.fill("head")
-        field.dispatch_event("change")
-        tab.evaluate("scrollTo(0, 700)")
-        tab.reload()
-        tab.wait_for_selector("body[data-ready]", timeout=120_000)
-        assert tab.locator("section input").first.input_value() == "head"
-        assert tab.evaluate("scrollY") > 600
-        assert problems == []
-    finally:
-        context.close()
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-@pytest.mark.slow
-def test_a_page_that_is_slow_to_draw_is_drawn_before_it_loads_again(
-    run: Path, tmp_path: Path, page: Page
-) -> None:
-    (tmp_path / "slow.html").write_bytes(render_page(ckpt_tools.report_data(run), 2))
-    throttle = page.page.context.new_cdp_session(page.page)
-    throttle.send("Emulation.setCPUThrottlingRate", {"rate": 3})
-    loads: list[float] = []
-    page.page.on("framenavigated", lambda _: loads.append(time.monotonic()))
-    page.open(tmp_path / "slow.html")
-    assert time.monotonic() - loads[0] > 2 and len(loads) == 1
-    page.page.wait_for_event("framenavigated")
-    assert page.wrong == []
 
 
 def test_a_page_is_written_whatever_is_damaged(tmp_path: Path, ckpt: Run) -> None:

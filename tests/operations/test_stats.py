@@ -100,7 +100,11 @@ def test_a_value_that_is_not_finite_is_exit_1_and_named(tmp_path: Path, ckpt: Ru
     done = ckpt("stats", tmp_path / "a.safetensors")
     assert done.returncode == 1 and "x: 1 NaN, 0 infinite" in done.stdout
     assert "layers.*.w" in done.stdout and "layers.7.w" not in done.stdout
-    assert "layers.7.w" in ckpt("stats", tmp_path / "a.safetensors", "--each").stdout
+    assert "--json lists each tensor" in done.stdout
+    assert (
+        "layers.7.w"
+        in json.loads(ckpt("stats", tmp_path / "a.safetensors", "--json").stdout)["tensors"]
+    )
     assert ckpt("stats", tmp_path / "a.safetensors", "--exclude", "x").returncode == 0
     done = ckpt("stats", tmp_path / "a.safetensors", "--select", "y*")
     assert done.returncode == 13 and "--select" in done.stderr

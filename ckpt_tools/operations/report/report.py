@@ -1,13 +1,9 @@
-"""Makes a report, writes it to a file, or serves it on this machine."""
+"""Makes a report, and writes it to a file."""
 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -24,13 +20,9 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.base import new_attempt
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.report import collect
-from ckpt_tools.operations.report.page import render_page, render_problem
+from ckpt_tools.operations.report.page import render_page
 from ckpt_tools.publish.disk.commit import add_file
 from ckpt_tools.transfer.options import Path_, Reading
-
-RELOAD_S = 10
-_HTML = "text/html; charset=utf-8"
-_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
 @checked(Reading)
@@ -113,59 +105,3 @@ def report(
     add_file(path.parent, path.name, page, new_attempt(), overwrite)
     refuse_unread_steps(data)
     return len(page)
-
-
-def serve(make: Callable[[], dict[str, Any]], port: int) -> ThreadingHTTPServer:
-    """Returns a server on this machine whose page is made anew at each request.
-
-    Call its `serve_forever`. It answers requests from this machine only, and changes nothing.
-
-    Args:
-        make: returns the numbers.
-        port: of 127.0.0.1; 0 for any.
-
-    Raises:
-        StorageError: the port is taken.
-    """
-    lock = threading.Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *args: object) -> None:
-            del args
-
-        def do_GET(self) -> None:
-            host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
-            if (
-                host or ""
-            ).lower() not in _HOSTS:  # another name that leads here may belong to a stranger's page
-                self._answer(HTTPStatus.FORBIDDEN, b"this page is for this machine only")
-            elif self.path == "/favicon.ico":  # every browser asks for it
-                self._answer(HTTPStatus.NO_CONTENT, b"")
-            elif self.path.partition("?")[0] != "/":
-                self._answer(HTTPStatus.NOT_FOUND, b"the report is at /")
-            else:
-                try:
-                    with lock:
-                        page = render_page(make(), RELOAD_S)
-                except CheckpointError as error:
-                    page = render_problem(printable(str(error)), RELOAD_S)
-                    self._answer(HTTPStatus.SERVICE_UNAVAILABLE, page, _HTML)
-                    return
-                self._answer(HTTPStatus.OK, page, _HTML)
-
-        def _answer(
-            self, status: HTTPStatus, data: bytes, kind: str = "text/plain; charset=utf-8"
-        ) -> None:
-            with suppress(ConnectionError):  # the reader has left
-                self.send_response(status)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(data)))
-                self.send_header("X-Content-Type-Options", "nosniff")
-                self.send_header("X-Frame-Options", "DENY")
-                self.end_headers()
-                self.wfile.write(data)
-
-    try:
-        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    except OSError as error:
-        raise StorageError(f"cannot serve on port {port}: {error.strerror or error}") from error
