@@ -5,6 +5,7 @@
 # make test-peers  tests with other programs, each in an environment of its own (.peers)
 # make test-cuda   what needs a GPU
 # make docs        build the documentation site: build/site
+# make man         write the man page: docs/reference/ckpt.1
 # make dist        build sdist and wheel: build/dist
 # without compiled files, each of the many processes of the tests compiles the package anew
 export PYTHONDONTWRITEBYTECODE =
@@ -13,7 +14,7 @@ BIN := .venv/bin
 # one thread per process: the test processes share two cores, and some of them wait for servers
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadgroup
 
-.PHONY: demo test test-slow test-all test-peers test-cuda lint docs dist bench clean
+.PHONY: demo test test-slow test-all test-peers test-cuda lint docs man dist bench clean
 
 demo: .venv/ready
 	$(BIN)/python tests/demo.py demo
@@ -40,6 +41,9 @@ lint: .venv/ready
 docs: .venv/ready
 	$(BIN)/typer ckpt_tools.cli.app utils docs --name ckpt --output docs/reference/command.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --config-file .mkdocs.yml
+
+man: .venv/ready
+	$(BIN)/python -m ckpt_tools.cli.man > docs/reference/ckpt.1
 
 dist: .venv/ready
 	$(BIN)/python -m build --outdir build/dist .

@@ -171,7 +171,7 @@ def write_verb(
     write = formatter.write
     sentence = (command.help or "").strip().split("\n\n")[0]
     write("\n".join(textwrap.wrap(" ".join(sentence.split()), WIDTH)) + "\n\n")
-    write(f"{_title('Usage')} {context.command_path} {_usage(command)}\n\n")
+    write(f"{_title('Usage')} {context.command_path} {usage(command)}\n\n")
     if about is not None:
         write(_title("Examples") + "\n")
         write("".join(f"  {example}\n" for example in about.examples) + "\n")
@@ -181,9 +181,9 @@ def write_verb(
     if own:
         write(_title("Options") + "\n")
         for option in own:
-            write("".join(_entry(_spelt(option), _first_clause(option.help or ""))))
+            write("".join(_entry(spelt(option), _first_clause(option.help or ""))))
     for panel in NAMED:
-        names = [_spelt(p) for p in shown if _panel(p) == panel]
+        names = [spelt(p) for p in shown if _panel(p) == panel]
         if names:
             kept = (name.replace(" ", _JOINED) for name in names)
             text = "".join(_entry(_title(panel), "   ".join(kept), indent=0))
@@ -215,13 +215,13 @@ def _panel(option: click.Parameter) -> str:
     return getattr(option, "rich_help_panel", None) or ""
 
 
-def _usage(command: click.Command) -> str:
+def usage(command: click.Command) -> str:
     words = []
     for parameter in command.params:
         if isinstance(parameter, click.Argument):
             words.append(_metavar(parameter))
         elif parameter.required:
-            words.append(_spelt(parameter))
+            words.append(spelt(parameter))
     return " ".join([*words, "[OPTIONS]"])
 
 
@@ -229,7 +229,7 @@ def _metavar(parameter: click.Parameter) -> str:
     return parameter.metavar or (parameter.name or "").upper()
 
 
-def _spelt(option: click.Parameter) -> str:
+def spelt(option: click.Parameter) -> str:
     """Returns an option as it is typed: `-j, --jobs N`."""
     names = ", ".join(sorted([*option.opts, *option.secondary_opts], key=len))
     if getattr(option, "is_flag", False):

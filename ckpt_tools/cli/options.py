@@ -16,6 +16,7 @@ import click
 import typer
 import typer.core
 
+from ckpt_tools.cli.completion import DTYPES, one_of
 from ckpt_tools.cli.help import write_verb
 from ckpt_tools.core.threads import num_threads, ranks_on_host
 from ckpt_tools.errors import printable
@@ -437,6 +438,7 @@ def dtype_option(words: str) -> Any:
     """Returns the declaration of `--dtype`, with help of its own."""
     return typer.Option(
         "--dtype",
+        autocompletion=one_of(*DTYPES),
         metavar="bf16|fp16|fp32|fp64",
         help=words,
         show_default=False,

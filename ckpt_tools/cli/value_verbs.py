@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ckpt_tools.cli.completion import layouts, one_of
 from ckpt_tools.cli.options import (
     OUTPUT,
     READS,
@@ -87,6 +88,7 @@ def average(
         typer.Option(
             "--to",
             metavar="FORMAT",
+            autocompletion=layouts,
             help="A format of ckpt convert; default: by the suffix of DST.",
             show_default=False,
         ),
@@ -122,6 +124,7 @@ def average(
         str | None,
         typer.Option(
             "--schedule",
+            autocompletion=one_of("linear", "cosine", "sqrt", "exponential"),
             metavar="linear|cosine|sqrt|exponential",
             help=(
                 "The decay of the learning rate that the mean stands for; default: linear, which is"

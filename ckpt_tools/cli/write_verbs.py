@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ckpt_tools.cli.completion import layouts, maps
 from ckpt_tools.cli.options import (
     OUTPUT,
     SOURCE,
@@ -184,6 +185,7 @@ def convert(
         typer.Option(
             "--to",
             metavar="LAYOUT",
+            autocompletion=layouts,
             help=(
                 "Layout of DST: dcp, safetensors, hf, torch, accelerate, peft,"
                 " deepspeed-universal or per-rank."
@@ -238,6 +240,7 @@ def convert(
         str | None,
         typer.Option(
             "--map",
+            autocompletion=maps,
             metavar="FILE|NAME",
             help=(
                 "A key map: llama_titan_to_hf, llama_hf_to_titan, qkv_split, qkv_fuse,"

@@ -33,6 +33,7 @@ def test_the_wheel_installs_into_an_empty_environment_and_runs(tmp_path: Path) -
         run(bin_ / "ckpt", *words, "a.safetensors", cwd=tmp_path, env=environment)
     run(bin_ / "ckpt", "merge", "a.safetensors", "b.safetensors", cwd=tmp_path, env=environment)
     assert torch.equal(load_file(tmp_path / "b.safetensors")["w"], torch.arange(6.0))
+    assert "ckpt reshard" in (tmp_path / "venv" / "share" / "man" / "man1" / "ckpt.1").read_text()
     found = run(
         bin_ / "python", "-c", "import ckpt_tools; print(ckpt_tools.__file__)", cwd=tmp_path
     )
