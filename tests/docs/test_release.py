@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import tomllib
+from xml.etree import ElementTree as ET
 
 import yaml
 
@@ -39,3 +41,18 @@ def test_the_workflow_publishes_only_what_was_built_and_tested() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"make ([\w ]+)", "\n".join(commands)):
         assert all(re.search(rf"^{name}:", makefile, re.M) for name in target.split())
+
+
+def test_the_site_needs_no_network() -> None:
+    """Diagrams are pictures, drawn by the build, and the committed ones are those of the script."""
+    loader = importlib.util.spec_from_file_location("diagrams", ROOT / "docs" / "diagrams.py")
+    assert loader is not None and loader.loader is not None
+    diagrams = importlib.util.module_from_spec(loader)
+    loader.loader.exec_module(diagrams)
+    for name, draw in diagrams.PICTURES.items():
+        text = (ROOT / "docs" / "images" / name).read_text()
+        assert text == draw() and ET.fromstring(text).tag.endswith("svg")
+        assert "<script" not in text and "href" not in text
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    assert not [page for page in pages if "```mermaid" in page.read_text()]
+    assert "font: false" in (ROOT / ".mkdocs.yml").read_text()
