@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 IMAGES = Path(__file__).parent / "images"
 _STYLE = """<style>
-text { font: 14px system-ui, sans-serif; fill: #24292f } 
+text { font: 14px system-ui, sans-serif; fill: #24292f }
 .small { font-size: 12px; paint-order: stroke; stroke: #fff; stroke-width: 4px }
 rect { fill: #f6f8fa; stroke: #57606a } .main { fill: #ddf4ff; stroke: #0969da }
 path { stroke: #57606a; fill: none; marker-end: url(#tip) }

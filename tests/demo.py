@@ -165,7 +165,7 @@ def main() -> None:
         )
         print(f"  {nbytes / 1e6:7.1f} MB  {path}")
     print("\nTry next:")
-    print(f"  ckpt inspect {root}/run4/step-00000140 --ranks")
+    print(f"  ckpt inspect {root}/run4/step-00000140 --files")
     print(f"  ckpt merge {root}/run4/step-00000140 {root}/bf16.safetensors --dtype bf16 --dry-run")
     print(f"  ckpt reshard {root}/run4/step-00000140 {root}/run16/step-00000140 --to 16")
     print(f"  python -m training.sample {root}/run4/export --prompt 'import '")

@@ -33,6 +33,7 @@ VERBS = {
 OPTIONS = {
     "*": {"--stats": "--traffic"},
     "average": {"--config-from": "--base"},
+    "inspect": {"--ranks": "--files"},
     "prune": {"--grace-hours": "--grace"},
 }
 # options that are gone, and what to do instead

@@ -51,8 +51,8 @@ def inspect(
     tree: Annotated[
         bool, typer.Option("--tree", help="Show the tree of modules with shapes, dtypes and bytes.")
     ] = False,
-    ranks: Annotated[
-        bool, typer.Option("--ranks", help="Show which file, and so which rank, holds which chunk.")
+    files: Annotated[
+        bool, typer.Option("--files", help="Show which file, and so which rank, holds which chunk.")
     ] = False,
     *,
     shared: Shared,
@@ -66,7 +66,7 @@ def inspect(
     if shared.as_json:
         print(json.dumps(render.report_as_json(report)))
     else:
-        render.show_report(report, tree=tree, ranks=ranks)
+        render.show_report(report, tree=tree, files=files)
 
 
 @shares(*READS)

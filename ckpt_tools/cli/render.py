@@ -60,8 +60,8 @@ def count(number: int, noun: str) -> str:
 # ---- inspect -------------------------------------------------------------------------------------
 
 
-def show_report(report: Report, *, tree: bool, ranks: bool) -> None:
-    """Prints a report: the summary, then the tree or the ranks if requested."""
+def show_report(report: Report, *, tree: bool, files: bool) -> None:
+    """Prints a report: the summary, then the tree or the files if requested."""
     world = f", written by {count(report.world_size, 'rank')}" if report.world_size else ""
     print(style(printable(report.path), BOLD))
     total = report.total
@@ -93,9 +93,9 @@ def show_report(report: Report, *, tree: bool, ranks: bool) -> None:
         _show_tree(report)
     else:
         _show_objects(report)
-    if ranks:
+    if files:
         print()
-        _show_ranks(report)
+        _show_files(report)
 
 
 def _weights_first(report: Report) -> Mapping[str, Total]:
@@ -204,7 +204,7 @@ def _walk(node: Mapping[str, Any], indent: str, rows: list[tuple[str, str, str, 
         at = end
 
 
-def _show_ranks(report: Report) -> None:
+def _show_files(report: Report) -> None:
     rows = [
         (
             printable(f.name),

@@ -371,7 +371,7 @@ def _on_unmeasured(steps: Iterable[Step]) -> str:
     return f"; {count(number, 'step')} without statistics: NaN in them would not be seen"
 
 
-@shares("storage_option", "as_json")
+@shares("storage_option", "quiet", "as_json")
 def check(
     root: Root,
     verify: Annotated[
@@ -407,7 +407,7 @@ def check(
     )
     if shared.as_json:
         print(json.dumps([problem._asdict() for problem in problems]))
-    for problem in problems if not shared.as_json else ():
+    for problem in problems if not (shared.as_json or shared.quiet) else ():
         print(problem)
     if any(problem.kind == "unreadable" for problem in problems):
         raise typer.Exit(StorageError.exit_code)
@@ -415,11 +415,11 @@ def check(
         raise typer.Exit(IntegrityError.exit_code)
     if problems:
         raise typer.Exit(1)
-    if not shared.as_json:
+    if not (shared.as_json or shared.quiet):
         print(f"{printable(root)}: no problems{_on_unmeasured(steps)}")
 
 
-@shares("storage_option", "quiet")
+@shares("storage_option", "quiet", "as_json")
 def pin(
     step: Annotated[
         str,
@@ -438,7 +438,9 @@ def pin(
     from ckpt_tools.loop.steps.retention import pin_step as operation
 
     is_new = operation(step, shared.storage_options, remove)
-    if not shared.quiet:
+    if shared.as_json:
+        print(json.dumps({"path": redacted(step), "is_pinned": not remove, "is_changed": is_new}))
+    elif not shared.quiet:
         state = "no longer pinned" if remove else "pinned"
         print(
             f"{printable(step)} is {state}"

@@ -87,7 +87,7 @@ def average(
         str | None,
         typer.Option(
             "--to",
-            metavar="FORMAT",
+            metavar="LAYOUT",
             autocompletion=layouts,
             help="A format of ckpt convert; default: by the suffix of DST.",
             show_default=False,
@@ -147,6 +147,7 @@ def average(
         int | None,
         typer.Option(
             "--ranks",
+            metavar="N",
             min=1,
             help="For dcp, accelerate and per-rank: ranks to split for; default: those of SRC.",
             show_default=False,

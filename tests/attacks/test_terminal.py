@@ -54,7 +54,7 @@ def test_text_of_a_checkpoint_never_reaches_the_terminal_raw(tmp_path: Path, ckp
     verbs = [
         ["inspect", "s.pt"],
         ["inspect", "s.pt", "--tree"],
-        ["inspect", "s.pt", "--ranks"],
+        ["inspect", "s.pt", "--files"],
         ["merge", "s.pt", "m.safetensors"],
         ["verify", "s.pt"],
         ["verify", "s.pt", "--deep"],

@@ -375,7 +375,7 @@ def test_names_from_a_checkpoint_cannot_reach_the_terminal(ckpt: Run, tmp_path: 
         no_dist=True,
     )
     for args in (
-        ("inspect", tmp_path / "src", "--tree", "--ranks"),
+        ("inspect", tmp_path / "src", "--tree", "--files"),
         ("inspect", tmp_path / "src", "--json"),
     ):
         out = ckpt(*args).stdout

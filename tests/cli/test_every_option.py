@@ -48,7 +48,6 @@ NEEDED = {
 }
 FLAGS = {
     "--tree",
-    "--ranks",
     "--json",
     "--traffic",
     "--help-all",
@@ -59,6 +58,7 @@ FLAGS = {
     "--dry-run",
     "--quiet",
     "--model-only",
+    "--files",
     "--partial",
     "--quick",
     "--deep",
@@ -126,7 +126,6 @@ NOTHING = {
 SPECIAL = {
     ("convert", "--to"): "zz",
     ("convert", "--max-shard-size"): "5GB",
-    ("inspect", "--ranks"): None,
 }
 
 
@@ -134,12 +133,7 @@ def options(verb: str) -> list[str]:
     return [max(o.opts, key=len) for o in VERBS[verb].params if isinstance(o, click.Option)]
 
 
-CASES = [
-    (verb, option)
-    for verb in VERBS
-    for option in options(verb)
-    if (verb, option) not in {("inspect", "--ranks")} and option not in FLAGS - {"--ranks"}
-]
+CASES = [(verb, option) for verb in VERBS for option in options(verb) if option not in FLAGS]
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def test_every_verb_that_prints_a_table_fits(columns: int, run: Path) -> None:
     for words in (
         ("inspect", "step-00000001"),
         ("inspect", "step-00000001", "--tree"),
-        ("inspect", "step-00000001", "--ranks"),
+        ("inspect", "step-00000001", "--files"),
         ("inspect", "."),
         ("ls", "."),
         ("ls", ".", "--metrics", "--timing"),
