@@ -54,7 +54,7 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _text(text: str) -> str:
-    """Returns a text on one line, without anything that troff takes for itself."""
+    """Joins a text into one line, and escapes the characters of troff."""
     line = " ".join(text.replace("`", "").split()).replace("\\", r"\e").replace("-", r"\-")
     line = re.sub(r"[^\x00-\x7f]", lambda sign: rf"\[u{ord(sign[0]):04X}]", line)
     return rf"\&{line}" if line.startswith((".", "'")) else line

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -17,32 +18,34 @@ from ckpt_tools.errors import (
     StorageError,
 )
 
-if TYPE_CHECKING:
-    from ckpt_tools.operations.folder import Entry
-
 
 @contextmanager
 def listed_if_several(src: str, shared: Shared) -> Iterator[None]:
     """Lists a folder on stdout, before the error, if it is not one checkpoint."""
     try:
         yield
-    except (NotACheckpointError, StorageError) as error:
-        entries = [] if shared.as_json else _entries_of(src, shared)
-        if not entries:
+    except NotACheckpointError as error:
+        if not _list(src, shared):
             raise
-        from ckpt_tools.cli import render
+        summary = str(error).partition("\n")[0].removesuffix(":")  # the rest is the list
+        raise NotACheckpointError(summary, hint=error.hint) from None
+    except StorageError:
+        if os.path.isdir(src):  # a store that does not answer is not asked again
+            _list(src, shared)
+        raise
 
-        render.show_entries(entries)
-        summary = str(error).partition("\n")[0].removesuffix(":")
-        raise type(error)(summary, hint=error.hint) from None
 
-
-def _entries_of(src: str, shared: Shared) -> list[Entry]:
+def _list(src: str, shared: Shared) -> bool:
+    """Lists a folder on stdout, if it is one and has entries; tells whether it did."""
+    from ckpt_tools.cli import render
     from ckpt_tools.operations.folder import entries_of
 
     with suppress(CheckpointError):
-        return entries_of(src, shared.storage_options)
-    return []
+        entries = [] if shared.as_json else entries_of(src, shared.storage_options)
+        if entries:
+            render.show_entries(entries)
+            return True
+    return False
 
 
 @shares("storage_option", "shapes", "as_json")

@@ -358,7 +358,7 @@ def some_names(names: Sequence[str]) -> str:
 
 def show_entries(entries: Sequence[Entry]) -> None:
     """Prints what lies in a folder. Files that are nothing of a checkpoint share one line."""
-    shown = [one for one in entries if one.about]
+    shown = [one for one in entries if one.about and one.is_opened]
     rows = [
         (
             printable(one.name),
@@ -372,6 +372,8 @@ def show_entries(entries: Sequence[Entry]) -> None:
         table(("name", "kind", "bytes", "what it is"), rows, right=(2,))
     if plain := [one.name for one in entries if not one.about]:
         print(f"  other files: {some_names(plain)}")
+    if unopened := sum(not one.is_opened for one in entries):
+        print(f"  … and {unopened:,} more, which were not opened")
     if not entries:
         print("  nothing lies here")
 

@@ -112,7 +112,7 @@ def _print_columns(
 
 
 def _wrapped(text: str, size: int) -> list[str]:
-    """Returns the lines of a text, broken after a space, a dot or a slash where possible."""
+    """Splits a text into lines, after a space, a dot or a slash where possible."""
     lines = []
     while len(text) > size:
         cut = 1 + max(text.rfind(sign, 0, size) for sign in " ./")

@@ -32,8 +32,9 @@ class Entry:
         name: within the folder; that of a folder ends in a slash.
         kind: the format of a checkpoint, or "run", "step", "folder", "file", "link".
         nbytes: bytes of its files, without those of folders below; None if unknown.
-        about: what it is, or why it is not read; "" for a file that is nothing of a checkpoint.
+        about: its contents, or why it is not read; "" for a file that is nothing of a checkpoint.
         is_readable: whether it is a checkpoint, or holds some.
+        is_opened: False beyond the first 100 entries.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Entry:
     nbytes: int | None
     about: str
     is_readable: bool
+    is_opened: bool = True
 
 
 def entries_of(
@@ -86,7 +88,7 @@ def _link(name: str, target: str) -> Entry:
 def _folder(above: Store, name: str, may_open: bool) -> Entry:
     shown = f"{name}/"
     if not may_open:
-        return Entry(shown, FOLDER, None, "not opened", False)
+        return Entry(shown, FOLDER, None, "not opened", False, is_opened=False)
     try:
         store = above.enter(name)
         files = store.list_files()
@@ -127,7 +129,7 @@ def _file(
     if not suffix_of(name):
         return Entry(name, FILE, nbytes, "", False)
     if next(look, None) is None:
-        return Entry(name, FILE, nbytes, "not opened", False)
+        return Entry(name, FILE, nbytes, "not opened", False, is_opened=False)
     return _opened(name, FILE, nbytes, lambda: open_source(path, options))
 
 

@@ -96,6 +96,16 @@ def test_ls_of_a_folder_without_steps_lists_it(mixed: Path, tmp_path: Path) -> N
     assert "nothing lies here" in run_command("ls", tmp_path / "new").stdout
 
 
+def test_only_the_first_hundred_are_opened_and_the_rest_is_counted(tmp_path: Path) -> None:
+    for number in range(130):
+        save_file({"w": torch.ones(1)}, tmp_path / f"{number}.safetensors")
+    assert sum(one.is_opened for one in entries_of(tmp_path)) == 100
+    done = run_command("ls", tmp_path)
+    assert "… and 30 more, which were not opened" in done.stdout
+    rows = [line.split()[0] for line in done.stdout.splitlines()[2:-1]]
+    assert rows == [f"{number}.safetensors" for number in range(100)]
+
+
 def test_a_folder_of_a_bucket_is_listed(server: Server, tmp_path: Path) -> None:
     server.bucket("mixed")
     for name in ("a/step-1", "a/step-2", "b/step-5"):
