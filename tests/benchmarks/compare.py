@@ -1,4 +1,4 @@
-"""Times the verbs beside what people use instead, and prints the tables of docs/benchmarks.md.
+"""Times the verbs beside what people use instead, and prints the tables of docs/benchmarks/commands.md.
 
     python tests/benchmarks/compare.py [--dir DIR] [--runs 5] [--accelerate PYTHON] [--only
     merge,reshard,…]

@@ -1,5 +1,5 @@
 """Times saving and loading from inside a job, beside the raw limit and the peers, in turn; prints
-the tables of docs/benchmarks.md.
+the tables of docs/benchmarks/jobs.md.
 
     PYTHONPATH=. torchrun --standalone --nproc-per-node 4 tests/benchmarks/saving.py DIR --gb 1
     --runs 5 [--only sync,async,load]
