@@ -40,7 +40,7 @@ from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.side_files import left_beside
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.destinations import open_destination
-from ckpt_tools.transfer.options import Options, Path_
+from ckpt_tools.transfer.options import Dtype, Options, Path_
 from ckpt_tools.transfer.result import TransferResult
 from ckpt_tools.transfer.transfer import TransferRequest, transfer
 
@@ -54,7 +54,7 @@ def merge(
     *,
     select: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    dtype: str | None = None,
+    dtype: Dtype | None = None,
     keep_dtype: Sequence[str] = (),
     max_shard_bytes: int | None = None,
     keep_prefix: bool = False,
@@ -288,7 +288,7 @@ def keeper(keep_dtype: Sequence[str], catalog: Catalog) -> Callable[[str], bool]
     return lambda fqn: fqn in beside or is_named(fqn)
 
 
-def target_dtype(entry: TensorEntry, dtype: str | None, is_kept: Callable[[str], bool]) -> DType:
+def target_dtype(entry: TensorEntry, dtype: Dtype | None, is_kept: Callable[[str], bool]) -> DType:
     """Returns the type of a tensor in the target: `dtype` if it can be cast and is not kept.
 
     Raises:
@@ -300,21 +300,22 @@ def target_dtype(entry: TensorEntry, dtype: str | None, is_kept: Callable[[str],
     return dtype_by_name(dtype)
 
 
-def dtype_by_name(dtype: str) -> DType:
+def dtype_by_name(dtype: Dtype) -> DType:
     """Returns a type to cast to, by its short or long name.
 
     Raises:
         PlanError: tensors cannot be cast to this type.
     """
-    name = SHORT_NAMES.get(dtype, dtype)
+    name = str(dtype).removeprefix("torch.")
+    name = SHORT_NAMES.get(name, name)
     if name not in SHORT_NAMES.values():
         raise PlanError(
-            f"cannot cast to {printable(dtype)!r}: expected one of {', '.join(SHORT_NAMES)}"
+            f"cannot cast to {printable(str(dtype))!r}: expected one of {', '.join(SHORT_NAMES)}"
         )
     return BY_NAME[name]
 
 
-def uncast(entries: Iterable[TensorEntry], dtype: str | None) -> list[str]:
+def uncast(entries: Iterable[TensorEntry], dtype: Dtype | None) -> list[str]:
     """Returns notes on tensors that a cast leaves alone, though their types are numbers.
 
     These are types that are not cast, and the parts of quantized weights.

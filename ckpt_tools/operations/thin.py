@@ -36,7 +36,7 @@ from ckpt_tools.run.step import Step, is_there, open_step
 from ckpt_tools.run.steps import list_steps, no_steps
 from ckpt_tools.storage import read
 from ckpt_tools.storage.kept import KEPT
-from ckpt_tools.transfer.options import Options, Path_, Reading
+from ckpt_tools.transfer.options import Dtype, Options, Path_, Reading
 from ckpt_tools.transfer.transfer import TransferRequest, transfer
 
 _MAX_FILE_BYTES = 64 << 20  # of a small file that a save has put beside its data
@@ -101,7 +101,7 @@ def thin(
     *,
     keep_every: int | None = None,
     drop: Sequence[str] = (),
-    dtype: str | None = None,
+    dtype: Dtype | None = None,
     dry_run: bool = False,
     **options: Unpack[Reading],
 ) -> ThinResult:
@@ -158,7 +158,7 @@ def thin_steps(
     held: Container[str] = (),
     reads: bool = True,
     drop: Sequence[str] = (),
-    dtype: str | None = None,
+    dtype: Dtype | None = None,
     dry_run: bool = False,
     options: Reading,
 ) -> ThinResult:
@@ -271,7 +271,7 @@ def _thin_one(
     step: Step,
     source: Source,
     drop: Sequence[str],
-    dtype: str | None,
+    dtype: Dtype | None,
     options: Reading,
     is_dry_run: bool,
 ) -> ThinnedStep | None:

@@ -5,11 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 from ckpt_tools.ranks.base import Group
 
 Path_ = str | os.PathLike[str]
+
+
+class TorchType(Protocol):
+    """An element type of torch, such as `torch.bfloat16`, in modules that do not import torch."""
+
+    @property
+    def is_floating_point(self) -> bool:
+        """Tells whether its values are floating-point numbers."""
+        ...
+
+
+Dtype = str | TorchType
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ckpt_tools.formats.pickle.scan import ALL
+
 Ints = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.uint8]
 _WINDOW_BYTES = 4 << 20
@@ -31,9 +33,13 @@ _SIZE = (
     _SEEN
     + rb"(?:\)|"
     + _INT
-    + rb"{1,3}+[\x85-\x87]\x94?|\("
+    + rb"{1,3}"
+    + ALL
+    + rb"[\x85-\x87]\x94?|\("
     + _INT
-    + rb"{4,16}+t\x94?)\x85\x94?R\x94?"
+    + rb"{4,16}"
+    + ALL
+    + rb"t\x94?)\x85\x94?R\x94?"
 )
 _VALUE = (
     rb"(?:"
@@ -48,7 +54,7 @@ _VALUE = (
     + _LONG
     + rb")"
 )
-_OBJECT = re.compile(rb"(?s)" + _SEEN + rb"\)\x81\x94?\}\x94?\(" + _VALUE + rb"*+ub")
+_OBJECT = re.compile(rb"(?s)" + _SEEN + rb"\)\x81\x94?\}\x94?\(" + _VALUE + rb"*" + ALL + rb"ub")
 _WORD = rb"(?:" + _TEXT + rb"\x94?|" + _SEEN + rb")"
 _TOKEN = re.compile(
     rb"(?s)(?P<name>"
@@ -61,7 +67,9 @@ _TOKEN = re.compile(
     + rb")|(?P<memo>\x94)"
     rb"|(?P<plain>(?:[\]})N\x88\x89(t\x85-\x87uesaR\x81b]|K.|M..|J....|G.{8}|"
     + _LONG
-    + rb")++)|(?P<word>"
+    + rb")+"
+    + ALL
+    + rb")|(?P<word>"
     + _TEXT
     + rb")|(?P<stop>\.)"
 )
@@ -320,7 +328,8 @@ def _run_of(num_early: int) -> re.Pattern[bytes]:
         + _SEEN
         + rb"\x93)|[\]})N\x88\x89(t\x85-\x87uesaR\x81b\x94]|K.|M..|J....|G.{8}|"
         + _LONG
-        + rb")++"
+        + rb")+"
+        + ALL
     )
 
 

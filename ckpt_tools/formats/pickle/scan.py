@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 
 from ckpt_tools.errors import FormatError, UnsafePickleError
 
@@ -36,12 +37,15 @@ _NO_MARKS = bytes(range(2, 256))
 _TEXT = rb"\x8c(?:" + b"|".join(re.escape(bytes([n])) + b".{%d}" % n for n in range(256)) + rb")"
 _LONG = rb"\x8a(?:\x04.{4}|\x05.{5})"
 _SEEN = rb"(?:h.|j....)"
-_SIZE = _SEEN + rb"(?:(?:K.|M..|J....){1,3}+[\x85-\x87])\x94?\x85\x94?R\x94?"
+# After a quantifier: it takes all that it can, and never gives anything back. Before Python 3.11.5,
+# such quantifiers lose matches (gh-106052). Without it, only pickles that do not match take longer.
+ALL = b"+" if sys.version_info >= (3, 11, 5) else b""
+_SIZE = _SEEN + rb"(?:(?:K.|M..|J....){1,3}" + ALL + rb"[\x85-\x87])\x94?\x85\x94?R\x94?"
 # an object whose state is a short tuple, such as torch's `TensorProperties`
-_SMALL = _SEEN + rb"\)\x81\x94?\((?:" + _SEEN + rb"|K.|[N\x88\x89]){0,8}+t\x94?b"
+_SMALL = _SEEN + rb"\)\x81\x94?\((?:" + _SEEN + rb"|K.|[N\x88\x89]){0,8}" + ALL + rb"t\x94?b"
 _SHORT = _SMALL + rb"|" + _SIZE + rb"|h.|K.|M..|[Jj]....|[N\x88\x89]"
 # a list of persistent ids: what stands for chunks that are read as columns
-_IDS = rb"\]\x94?(?:J....Qa|\((?:J....Q)++e)"
+_IDS = rb"\]\x94?(?:J....Qa|\((?:J....Q)+" + ALL + rb"e)"
 
 
 def _object(value: bytes) -> bytes:
@@ -49,11 +53,11 @@ def _object(value: bytes) -> bytes:
 
     The dict is short, because its keys are not counted. They may be tuples with equal hashes.
     """
-    return _SEEN + rb"\)\x81\x94?\}\x94?\((?:" + value + rb"){0,32}+ub"
+    return _SEEN + rb"\)\x81\x94?\}\x94?\((?:" + value + rb"){0,32}" + ALL + rb"ub"
 
 
 _CHUNK = _object(_SHORT)
-_LIST = rb"\]\x94?(?:" + _CHUNK + rb"a|\((?:" + _CHUNK + rb")++e)"
+_LIST = rb"\]\x94?(?:" + _CHUNK + rb"a|\((?:" + _CHUNK + rb")+" + ALL + rb"e)"
 
 
 @functools.cache  # one takes 5 ms to compile
@@ -62,7 +66,7 @@ def _token(with_persistent_ids: bool) -> re.Pattern[bytes]:
     ids = _IDS + rb"|" if with_persistent_ids else b""
     value = ids + _SHORT + rb"|" + _TEXT + rb"\x94?|" + _LONG
     return re.compile(
-        rb"(?s)(?P<objects>(?:" + _object(value) + rb")++)"
+        rb"(?s)(?P<objects>(?:" + _object(value) + rb")+" + ALL + rb")"
         rb"|(?P<nested>" + _object(_LIST + rb"|" + _SHORT) + rb")"
         rb"|(?P<text>" + _TEXT + rb"\x94)"
         rb"|(?P<size>" + _SIZE + rb")"

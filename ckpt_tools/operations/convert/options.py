@@ -11,7 +11,7 @@ from ckpt_tools.formats.registry import refuse_file_name
 from ckpt_tools.operations.convert.targets import TARGETS, ConvertTarget, targets_with
 from ckpt_tools.operations.convert.training_state import NAMINGS
 from ckpt_tools.storage import is_url
-from ckpt_tools.transfer.options import Options, Path_
+from ckpt_tools.transfer.options import Dtype, Options, Path_
 
 # options that apply to some targets only
 _FLAGS = {
@@ -146,7 +146,7 @@ class Conversion(Options, total=False):
     """
 
     ranks: int | None
-    dtype: str | None
+    dtype: Dtype | None
     keep_dtype: Sequence[str]
     select: Sequence[str]
     exclude: Sequence[str]
