@@ -39,7 +39,7 @@ def show_verdict(result: VerifyResult, quick: bool = False) -> None:
             )
             for p in found[:_SHOWN]
         ]
-        table(("entry", "file", "byte", "rank", "what"), rows, right=(2, 3))
+        table(("entry", "file", "byte", "rank", "what"), rows, right=(2, 3), whole=(0, 1))
         _more(len(found))
     if result.findings:
         seen = [
@@ -51,7 +51,7 @@ def show_verdict(result: VerifyResult, quick: bool = False) -> None:
             )
             for f in result.findings[:_SHOWN]
         ]
-        table(("tensor", "NaN", "infinite", "all the same"), seen, right=(1, 2))
+        table(("tensor", "NaN", "infinite", "all the same"), seen, right=(1, 2), whole=(0,))
         _more(len(result.findings))
     if result.problems and result.num_entries:
         print(

@@ -43,8 +43,8 @@ GONE = {
         "--port": "nothing is served any more",
     },
     "check": {
-        "--unchanged": "it is 3 now; ckpt_tools.check_run takes another number",
-        "--jump": "it is 10 now; ckpt_tools.check_run takes another number",
+        "--unchanged": "the bound is 3 steps; ckpt_tools.check_run(unchanged_steps=N) has another",
+        "--jump": "the bound is 10 times; ckpt_tools.check_run(jump=X) has another",
     },
     "stats": {"--each": "--json lists each tensor"},
 }

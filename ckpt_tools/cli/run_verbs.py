@@ -116,12 +116,16 @@ def list_(
     elif steps:
         render.show_steps(steps, metrics, timing)
     else:
+        from ckpt_tools.formats.dcp import format as dcp
         from ckpt_tools.operations.folder import entries_of
 
         entries = entries_of(root, shared.storage_options)
-        is_one = any(entry.name.endswith(".distcp") for entry in entries)
+        is_one = where.has_file(dcp.LOOKS_FOR) or any(
+            entry.name.endswith((".distcp", ".index.json")) for entry in entries
+        )
         print("no steps" + "; a checkpoint itself: see ckpt inspect" * is_one)
-        render.show_entries(entries)
+        if entries or not is_one:
+            render.show_entries(entries)
     if others and (steps or shared.as_json):
         print(
             f"not steps: {render.some_names(others)}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from typing import TextIO
 
@@ -32,7 +33,12 @@ def terminal_width() -> int:
     return shutil.get_terminal_size((_ANY, 24)).columns
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> None:
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    right: Collection[int] = (),
+    whole: Collection[int] = (),
+) -> None:
     """Prints rows under a head, within the width of the terminal.
 
     If they do not fit, columns without any value are left out, and texts are shortened in the
@@ -43,6 +49,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[
         head: the name of each column.
         rows: one text for each column.
         right: the columns that are aligned to the right, such as numbers.
+        whole: the columns whose texts continue on the next line, and are never shortened.
     """
     cells = [list(head), *map(list, rows)]
     width = terminal_width()
@@ -50,6 +57,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[
     if _total(_sizes(columns)) > width:
         used = [n for n, column in enumerate(columns) if not n or set(column[1:]) - {"", "-"}]
         right = {used.index(number) for number in right if number in used}
+        whole = {used.index(number) for number in whole if number in used}
         columns = [columns[number] for number in used]
     last = len(columns) - 1
     sizes = _sizes(columns)
@@ -61,7 +69,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[
     for number, smallest in least:
         spare = max(0, sizes[number] - smallest)
         sizes[number] -= min(spare, max(0, _total(sizes) - width))
-    for number in texts:
+    for number in (number for number in texts if number not in whole):
         columns[number] = tuple(_shortened(columns[number], sizes[number]))
     end = last
     while end > 1 and _total([*sizes[:end], sizes[last]]) > width:
@@ -76,11 +84,21 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[
 
 
 def _sizes(columns: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(len, column)) for column in columns]
+    return [max(map(_cells, column)) for column in columns]
 
 
 def _total(sizes: Sequence[int]) -> int:
     return sum(sizes) + _GAP * len(sizes)
+
+
+def _cells(text: str) -> int:
+    """Returns the columns that a text takes on a terminal."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(sign) else 1 + (unicodedata.east_asian_width(sign) in "WF")
+        for sign in text
+    )
 
 
 def _shortened(texts: Sequence[str], room: int) -> list[str]:
@@ -106,8 +124,8 @@ def _print_columns(
             line = ""
             for at, lines in parts.items():
                 text = lines[height] if height < len(lines) else ""
-                text = text.rjust(sizes[at]) if at in right else text.ljust(sizes[at])
-                line += " " * _GAP + text
+                space = " " * max(0, sizes[at] - _cells(text))
+                line += " " * _GAP + (space + text if at in right else text + space)
             print(style(line.rstrip(), BOLD) if number == 0 else line.rstrip())
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from ckpt_tools.formats.base import note_of
 from ckpt_tools.loop.loading.load import load
 from ckpt_tools.loop.loading.reader import open_checkpoint
 from ckpt_tools.loop.manager import CheckpointManager
+from ckpt_tools.loop.options import GONE, RENAMED, GroupedOptions, Writing, grouped
 from ckpt_tools.operations.convert.convert import convert
 from ckpt_tools.publish.step_names import number_in
+from ckpt_tools.run.retention import Retention
 from ckpt_tools.run.roots import open_root
 from ckpt_tools.run.steps import RunListing
 from ckpt_tools.storage import is_url
@@ -236,13 +239,30 @@ def refuse_release(package: str, releases: tuple[str, str]) -> None:
         )
 
 
-def options_of(given: Mapping[str, Any], **usual: Any) -> dict[str, Any]:
+def options_of(
+    given: Mapping[str, Any], *, keep_last: int | None, names: str = "", **usual: Any
+) -> dict[str, Any]:
     """Returns the options of a manager inside a trainer.
 
+    Args:
+        given: by the user, also under old names.
+        keep_last: how many steps the trainer keeps; the user's rules replace it.
+        names: of the trainer's steps, if they are not those of a manager.
+        **usual: other options that the trainer sets.
+
     Raises:
-        ValueError: `Writing(when_busy="skip")`: the trainer would count a skipped save as done.
+        ValueError: `Writing(when_busy="skip")`: the trainer would count a skipped save as done. Or
+            an option is out of range.
     """
-    busy = getattr(given.get("writing"), "when_busy", given.get("when_busy", "wait"))
-    if busy != "wait":
+    old = {name: value for name, value in given.items() if name in RENAMED or name in GONE}
+    new = {name: value for name, value in given.items() if name not in old}
+    groups = {name: new.pop(name, None) for name in GroupedOptions._fields}
+    is_theirs = groups["retention"] is None and "keep_last" not in new
+    kept = keep_last if is_theirs else new.pop("keep_last", Retention().last)
+    made = grouped(kept, **groups, old=old)
+    if made.writing.when_busy != "wait":
         raise ValueError("when_busy: a trainer counts a skipped save as done, so only 'wait' works")
-    return {**usual, **given}
+    writing = made.writing
+    if names and writing.names == Writing().names:
+        writing = replace(writing, names=names)
+    return {**usual, **new, **made._asdict(), "writing": writing}

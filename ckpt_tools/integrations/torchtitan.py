@@ -89,9 +89,13 @@ class CkptToolsManager(BaseCheckpointManager):  # type: ignore[misc]
         self.storage = config.options.get("storage_options")
         self.manager: Any = None
         if not config.load_only:
-            kept = {"keep_last": config.keep_latest_k or None, "step_format": "step-{}"}
-            kept["asynchronous"] = config.async_mode != "disabled"
-            self.manager = CheckpointManager(self.folder, **options_of(config.options, **kept))
+            options = options_of(
+                config.options,
+                keep_last=config.keep_latest_k or None,
+                names="step-{}",
+                asynchronous=config.async_mode != "disabled",
+            )
+            self.manager = CheckpointManager(self.folder, **options)
 
     # ---- saving ----------------------------------------------------------------------------------
 

@@ -82,8 +82,8 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
         _warn_of_bypassed(type(self))
         root, limit = self.checkpoint_root or self.args.output_dir, self.args.save_total_limit
         kept = limit if limit and limit > 0 else None
-        usual = {"keep_last": kept, "step_format": f"{_PREFIX}{{}}"}
-        options = options_of(self.checkpoint_options, **usual)
+        names = f"{_PREFIX}{{}}"
+        options = options_of(self.checkpoint_options, keep_last=kept, names=names)
         with (
             tempfile.TemporaryDirectory() as small,
             CheckpointManager(root, **options) as manager,

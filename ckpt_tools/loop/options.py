@@ -19,6 +19,8 @@ from ckpt_tools.run.retention import Retention, check_rules
 from ckpt_tools.storage import check_url, is_url
 from ckpt_tools.version import GONE_IN
 
+MAX_THREADS = 256  # of a rank; the same number as that of `ckpt --jobs`
+
 
 def check_number(name: str, value: float | None, least: int) -> None:
     """Refuses a number that is too small; None is allowed.
@@ -100,8 +102,11 @@ class Writing:
         Raises:
             ValueError: a number is too small, or a choice is unknown.
         """
-        check_number("jobs", self.jobs, 1)
-        check_number("background_jobs", self.background_jobs, 1)
+        for name in ("jobs", "background_jobs"):
+            number = getattr(self, name)
+            check_number(name, number, 1)
+            if number is not None and number > MAX_THREADS:
+                raise ValueError(f"{name}: expected at most {MAX_THREADS}, got {number!r}")
         limit = 1 if self.max_mbps is None else self.max_mbps
         if type(limit) not in (int, float) or not 0 < limit < math.inf:
             raise ValueError(f"max_mbps: expected a number above 0, got {self.max_mbps!r}")
@@ -241,6 +246,18 @@ def grouped(
     if retention is not None and keep_last != Retention().last:
         raise ValueError("retention replaces keep_last: give only one, Retention(last=…, every=…)")
     made = {**given, "retention": retention or Retention(keep_last)}
+    _take_old(made, given, old)
+    return GroupedOptions(
+        made["retention"],
+        made["mirror"],
+        made["writing"] or Writing(),
+        made["resuming"] or Resuming(),
+        made["outages"] or Outages(),
+    )
+
+
+def _take_old(made: dict[str, Any], given: Mapping[str, Any], old: Mapping[str, Any]) -> None:
+    """Puts the values of old keywords into the options, and warns of each."""
     for name, value in old.items():
         _warn(name)
         if name in GONE:
@@ -251,15 +268,10 @@ def grouped(
                 f"{option} replaces {name}: give only {option}={_KINDS[option].__name__}({field}=…)"
             )
         if made[option] is None and option == "mirror":
+            if value is None:
+                continue
             raise ValueError(f"{name}: there is no mirror")
         made[option] = replace(made[option] or _KINDS[option](), **{field: value})
-    return GroupedOptions(
-        made["retention"],
-        made["mirror"],
-        made["writing"] or Writing(),
-        made["resuming"] or Resuming(),
-        made["outages"] or Outages(),
-    )
 
 
 def _warn(name: str) -> None:
@@ -269,9 +281,10 @@ def _warn(name: str) -> None:
     now = GONE.get(name, "")
     if not now:
         option, field = RENAMED[name]
-        now = f"write {option}={_KINDS[option].__name__}({field}=…)"
+        beside = {"retention": "last=…, ", "mirror": "url, "}.get(option, "")
+        now = f"write {option}={_KINDS[option].__name__}({beside}{field}=…)"
     warnings.warn(
         f"CheckpointManager({name}=…) is the old name, and works until {GONE_IN}: {now}",
         DeprecationWarning,
-        stacklevel=5,
+        stacklevel=6,
     )

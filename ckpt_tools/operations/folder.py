@@ -19,6 +19,7 @@ from ckpt_tools.formats.registry import (
 )
 from ckpt_tools.publish.step_names import number_in
 from ckpt_tools.storage import Store, local_path, open_store
+from ckpt_tools.storage.local import NO_FILE
 
 _MOST = 100  # entries that are opened
 RUN, STEP, FOLDER, FILE, LINK = "run", "step", "folder", "file", "link"
@@ -81,7 +82,9 @@ def entries_of(
 
 
 def _link(name: str, target: str) -> Entry:
-    about = f"not read: a link that leads out of the folder, or nowhere: {printable(target)}"
+    if target == NO_FILE:
+        return Entry(name, FILE, None, f"not read: {NO_FILE}, such as a pipe or a device", False)
+    about = f"not read: a link out of the folder, to nothing, or in a circle: {printable(target)}"
     return Entry(name, LINK, None, about, False)
 
 
@@ -99,7 +102,8 @@ def _folder(above: Store, name: str, may_open: bool) -> Entry:
             about = f"{_count(len(numbers), 'step')}, the newest is {numbers[-1]:,}"
             return Entry(shown, RUN, None, about, True)
         if number_in(name) is not None or any(is_ours(each) for each in files):
-            return _opened(shown, STEP, nbytes, lambda: open_source_in(store))
+            kind = STEP if number_in(name) is not None else FOLDER
+            return _opened(shown, kind, nbytes, lambda: open_source_in(store))
         below = [each for each in inside if _has_steps(store, each)]
         if below:
             more = f" and {len(below) - 4} more" if len(below) > 4 else ""
@@ -107,7 +111,12 @@ def _folder(above: Store, name: str, may_open: bool) -> Entry:
             return Entry(shown, FOLDER, nbytes, f"runs lie below: {runs}{more}", True)
         if not files and not inside:
             return Entry(shown, FOLDER, 0, "empty", False)
-        return _opened(shown, FOLDER, nbytes, lambda: open_source_in(store))
+        loose = [each for each in files if suffix_of(each)]
+        if loose:
+            more = f" and {len(loose) - 3} more" if len(loose) > 3 else ""
+            about = f"files of checkpoints: {', '.join(map(printable, loose[:3]))}{more}"
+            return Entry(shown, FOLDER, nbytes, about, True)
+        return _opened(shown, FOLDER, None if inside else nbytes, lambda: open_source_in(store))
     except CheckpointError as error:
         return _unread(shown, FOLDER, None, error)
 
@@ -133,7 +142,7 @@ def _file(
     return _opened(name, FILE, nbytes, lambda: open_source(path, options))
 
 
-def _opened(name: str, kind: str, nbytes: int, opener: Any) -> Entry:
+def _opened(name: str, kind: str, nbytes: int | None, opener: Any) -> Entry:
     """Returns the entry of a checkpoint, or of what should be one."""
     try:
         source: Source = opener()
@@ -150,9 +159,10 @@ def _unread(name: str, kind: str, nbytes: int | None, error: CheckpointError) ->
     """Returns the entry of something that cannot be opened, with the reason on one line."""
     text = str(error).partition("\n")[0].removesuffix(":")
     if isinstance(error, NotACheckpointError):
-        text = error.hint if kind == STEP and error.hint else text.partition("; looked for")[0]
-        if kind == FOLDER and text.startswith("not a checkpoint"):
-            return Entry(name, kind, nbytes, "no checkpoint in it", False)
+        is_unfinished = error.hint is not None and ".distcp" in error.hint
+        if kind == FOLDER and text.startswith("not a checkpoint") and not is_unfinished:
+            return Entry(name, kind, nbytes, "no checkpoint in it, three levels down", False)
+        text = error.hint if is_unfinished and error.hint else text.partition("; looked for")[0]
     text = text.removeprefix(f"{printable(name)} ")
     return Entry(name, kind, nbytes, f"not read: {text}", False)
 

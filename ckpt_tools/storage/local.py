@@ -58,6 +58,25 @@ def with_room(fd: int) -> int:
     return fd
 
 
+NO_FILE = "no regular file"  # what stands for the target of an entry that is no link
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    """Tells whether an entry is a file, or a link that can be followed to one."""
+    try:
+        return entry.is_file()
+    except OSError:  # links in a circle, or a link into a folder that is closed to this user
+        return False
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Tells whether an entry is a folder, or a link that can be followed to one."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
 class LocalStore:
     """Files under one directory.
 
@@ -86,14 +105,14 @@ class LocalStore:
         try:
             found = sorted(os.scandir(self.root), key=lambda e: e.name)
             files = {
-                e.name: e.stat().st_size for e in found if e.is_file() and self._lies_inside(e)
+                e.name: e.stat().st_size for e in found if _is_file(e) and self._lies_inside(e)
             }
-            for folder in (e for e in found if below and e.is_dir() and self._lies_inside(e)):
+            for folder in (e for e in found if below and _is_folder(e) and self._lies_inside(e)):
                 inner = sorted(os.scandir(folder.path), key=lambda e: e.name)
                 files |= {
                     f"{folder.name}/{e.name}": e.stat().st_size
                     for e in inner
-                    if e.is_file() and self._lies_inside(e)
+                    if _is_file(e) and self._lies_inside(e)
                 }
         except OSError as error:
             raise failed("list a directory", self.root, error) from error
@@ -179,9 +198,9 @@ class LocalStore:
         try:
             found = sorted(os.scandir(self.root), key=lambda e: e.name)
             return {
-                e.name: os.readlink(e.path) if e.is_symlink() else "no regular file"
+                e.name: os.readlink(e.path) if e.is_symlink() else NO_FILE
                 for e in found
-                if not (e.is_dir() or (e.is_file() and self._lies_inside(e)))
+                if not (_is_folder(e) or (_is_file(e) and self._lies_inside(e)))
             }
         except OSError as error:
             raise failed("list a directory", self.root, error) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,11 @@ def mixed(tmp_path: Path) -> Path:
     (folder / "page.safetensors").write_text("<!DOCTYPE html><html></html>")
     (folder / "empty.pt").touch()
     (folder / "gone.pt").symlink_to("/nowhere/x.pt")
+    (folder / "here").symlink_to("there")
+    (folder / "there").symlink_to("here")
+    os.mkfifo(folder / "pipe.pt")
+    (folder / "loose").mkdir()
+    torch.save({"w": torch.ones(4)}, folder / "loose" / "m.pt")
     (folder / "README.md").write_text("hi")
     return folder
 
@@ -44,7 +50,7 @@ ABOUT = {
     "deep/": ("folder", "runs lie below: below"),
     "alone/": ("dcp", "2 tensors"),
     "step-7/": ("step", "the save was never finished"),
-    "logs/": ("folder", "no checkpoint in it"),
+    "logs/": ("folder", "no checkpoint in it, three levels down"),
     "nothing/": ("folder", "empty"),
     "model.safetensors": ("safetensors", "1 tensor"),
     "old.pt": ("torch_save", "1 tensor"),
@@ -52,6 +58,10 @@ ABOUT = {
     "page.safetensors": ("file", "not read: is an HTML page"),
     "empty.pt": ("file", "not read: is empty"),
     "gone.pt": ("link", "/nowhere/x.pt"),
+    "here": ("link", "in a circle: there"),
+    "there": ("link", "in a circle: here"),
+    "pipe.pt": ("file", "not read: no regular file, such as a pipe or a device"),
+    "loose/": ("folder", "files of checkpoints: m.pt"),
     "README.md": ("file", ""),
 }
 
@@ -61,7 +71,7 @@ def test_each_thing_is_told_and_none_hides_another(mixed: Path) -> None:
     assert set(found) == set(ABOUT)
     for name, (kind, about) in ABOUT.items():
         assert found[name].kind == kind and about in found[name].about, found[name]
-    readable = {"run/", "deep/", "alone/", "model.safetensors", "old.pt"}
+    readable = {"run/", "deep/", "alone/", "loose/", "model.safetensors", "old.pt"}
     assert {name for name, one in found.items() if one.is_readable} == readable
     assert found["model.safetensors"].nbytes == (mixed / "model.safetensors").stat().st_size
 
@@ -85,6 +95,11 @@ def test_a_verb_for_one_checkpoint_lists_the_folder_before_its_error(
 def test_ls_of_a_folder_without_steps_lists_it(mixed: Path, tmp_path: Path) -> None:
     done = run_command("ls", mixed / "deep" / "below" / "step-3")
     assert done.returncode == 0 and "a checkpoint itself: see ckpt inspect" in done.stdout
+    (mixed / "alone" / "__0_0.distcp").unlink()
+    done = run_command("ls", mixed / "alone")
+    assert (
+        done.returncode == 0 and done.stdout == "no steps; a checkpoint itself: see ckpt inspect\n"
+    )
     done = run_command("ls", mixed / "model.safetensors")
     assert done.returncode == 10 and "ckpt inspect" in done.stderr
     (mixed / "step-7" / "__0_0.distcp").unlink()

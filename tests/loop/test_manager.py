@@ -39,6 +39,7 @@ from ckpt_tools import (
     UnsafePickleError,
     Writing,
 )
+from ckpt_tools.integrations.common import options_of
 from ckpt_tools.loop.options import GONE, RENAMED, OldOptions, grouped
 from ckpt_tools.loop.state.staging import Stager
 from ckpt_tools.run.roots import open_root
@@ -526,6 +527,7 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
         ("replicas", lambda: Writing(replicas="never")),
         ("names", lambda: Writing(names="model-{}")),
         ("jobs", lambda: Writing(jobs=0)),
+        ("jobs", lambda: Writing(jobs=257)),
         ("background_jobs", lambda: Writing(background_jobs=0)),
         ("max_failures", lambda: Outages(max_failures=0)),
         ("retry_s", lambda: Outages(retry_s=-1)),
@@ -540,6 +542,26 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
         with pytest.raises(TypeError, match=f"^{name}: expected"):
             CheckpointManager(tmp_path, **{name: 3})  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:CheckpointManager")
+def test_the_options_of_a_trainer_and_of_its_user_are_joined() -> None:
+    mine = Writing(max_mbps=5)
+    found = options_of({"writing": mine}, keep_last=4, names="checkpoint-{}", asynchronous=False)
+    assert found["writing"] == Writing(max_mbps=5, names="checkpoint-{}")
+    assert found["retention"] == Retention(4) and found["asynchronous"] is False
+    own = Writing(names="global_step_{}")
+    assert options_of({"writing": own}, keep_last=4, names="step-{}")["writing"] == own
+    rules = Retention(2, every=10)
+    assert options_of({"retention": rules}, keep_last=4)["retention"] == rules
+    assert options_of({"keep_last": 2}, keep_last=4)["retention"] == Retention(2)
+    old = {"keep_every": 10, "max_mbps": 5, "retry_s": 1, "step_format": "step-{}"}
+    found = options_of(old, keep_last=4, names="checkpoint-{}")
+    assert found["retention"] == Retention(4, every=10) and found["outages"] == Outages(1)
+    assert found["writing"] == Writing(max_mbps=5, names="step-{}")
+    for skips in ({"when_busy": "skip"}, {"writing": Writing(when_busy="skip")}):
+        with pytest.raises(ValueError, match="only 'wait' works"):
+            options_of(skips, keep_last=4)
 
 
 def test_old_keywords_do_what_their_new_places_do(tmp_path: Path) -> None:
@@ -589,6 +611,10 @@ def test_old_keywords_do_what_their_new_places_do(tmp_path: Path) -> None:
         pytest.raises(ValueError, match="no mirror"),
     ):
         CheckpointManager(tmp_path, mirror_every=2)
+    with pytest.warns(DeprecationWarning, match=r"retention=Retention\(last=…, every=…\)"):
+        CheckpointManager(tmp_path, keep_last=2, keep_every=5).close()
+    with pytest.warns(DeprecationWarning, match=r"mirror=Mirror\(url, every=…\)"):
+        CheckpointManager(tmp_path, mirror_every=None).close()
     text = (ROOT / "CHANGELOG.md").read_text().partition(f"until {GONE_IN}")[2]
     assert all(f"`{name}=" in text for name in given)
 
