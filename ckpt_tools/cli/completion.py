@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 DTYPES = ("bf16", "fp16", "fp32", "fp64")
 
@@ -11,13 +11,23 @@ def _starting(names: Iterable[str], incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-def one_of(*names: str) -> Callable[[str], list[str]]:
-    """Returns the completion of an option that takes one of some names."""
+def dtypes(incomplete: str) -> list[str]:
+    """Returns the short names of types that `--dtype` takes."""
+    return _starting(DTYPES, incomplete)
 
-    def complete(incomplete: str) -> list[str]:
-        return _starting(names, incomplete)
 
-    return complete
+def schedules(incomplete: str) -> list[str]:
+    """Returns the schedules of `average`."""
+    from ckpt_tools.operations.average import SCHEDULES
+
+    return _starting(SCHEDULES, incomplete)
+
+
+def chart_values(incomplete: str) -> list[str]:
+    """Returns what `report --png` can draw."""
+    from ckpt_tools.operations.report.plot import VALUES
+
+    return _starting(VALUES, incomplete)
 
 
 def layouts(incomplete: str) -> list[str]:

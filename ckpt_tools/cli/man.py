@@ -54,7 +54,7 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _text(text: str) -> str:
-    """Joins a text into one line, and escapes the characters of troff."""
+    """Returns one line, with the characters of troff escaped."""
     line = " ".join(text.replace("`", "").split()).replace("\\", r"\e").replace("-", r"\-")
     line = re.sub(r"[^\x00-\x7f]", lambda sign: rf"\[u{ord(sign[0]):04X}]", line)
     return rf"\&{line}" if line.startswith((".", "'")) else line

@@ -16,9 +16,9 @@ import click
 import typer
 import typer.core
 
-from ckpt_tools.cli.completion import DTYPES, one_of
+from ckpt_tools.cli.completion import DTYPES, dtypes
 from ckpt_tools.cli.help import write_verb
-from ckpt_tools.core.threads import num_threads, ranks_on_host
+from ckpt_tools.core.threads import MAX_THREADS, num_threads, ranks_on_host
 from ckpt_tools.errors import printable
 from ckpt_tools.ranks.base import Group
 from ckpt_tools.storage.base import is_url
@@ -188,7 +188,7 @@ Jobs = Annotated[
         "--jobs",
         "-j",
         min=1,
-        max=256,
+        max=MAX_THREADS,
         help="Number of threads.  [default: processors, at most 8]",
         show_default=False,
         rich_help_panel="Run",
@@ -438,7 +438,7 @@ def dtype_option(words: str) -> Any:
     """Returns the declaration of `--dtype`, with help of its own."""
     return typer.Option(
         "--dtype",
-        autocompletion=one_of(*DTYPES),
+        autocompletion=dtypes,
         metavar="bf16|fp16|fp32|fp64",
         help=words,
         show_default=False,
@@ -446,7 +446,7 @@ def dtype_option(words: str) -> Any:
     )
 
 
-_DTYPES = ("bf16", "fp16", "fp32", "fp64", "bfloat16", "float16", "float32", "float64")
+_DTYPES = (*DTYPES, "bfloat16", "float16", "float32", "float64")
 
 
 def _check_dtype(dtype: str | None) -> str | None:

@@ -41,7 +41,7 @@ def _list(src: str, shared: Shared) -> bool:
     from ckpt_tools.operations.folder import entries_of
 
     with suppress(CheckpointError):
-        entries = [] if shared.as_json else entries_of(src, shared.storage_options)
+        entries = [] if shared.as_json or shared.quiet else entries_of(src, shared.storage_options)
         if entries:
             render.show_entries(entries)
             return True

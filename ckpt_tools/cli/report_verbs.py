@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt_tools.cli.completion import one_of
+from ckpt_tools.cli.completion import chart_values
 from ckpt_tools.cli.options import OUTPUT, SOURCE, Select, Shared, shares
 from ckpt_tools.errors import PlanError, printable
 
@@ -54,7 +54,7 @@ def report(
         str | None,
         typer.Option(
             "--value",
-            autocompletion=one_of("rms", "max", "zeros", "change"),
+            autocompletion=chart_values,
             metavar="rms|max|zeros|change",
             help="For --png: what to draw; default: rms.",
             show_default=False,

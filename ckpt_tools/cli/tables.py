@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from typing import TextIO
 
-BOLD, DIM, RED, GREEN, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
+BOLD, RED, GREEN, _PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
 _LEAST = 28  # columns that a name keeps when it is shortened
 _SENTENCE, _LAST = 32, 20  # columns that a sentence keeps before names are shortened
 _ANY = 1 << 30
@@ -92,7 +92,7 @@ def _total(sizes: Sequence[int]) -> int:
 
 
 def _cells(text: str) -> int:
-    """Returns the columns that a text takes on a terminal."""
+    """Returns the width of a string on a terminal, in columns."""
     if text.isascii():
         return len(text)
     return sum(
@@ -130,9 +130,9 @@ def _print_columns(
 
 
 def _wrapped(text: str, size: int) -> list[str]:
-    """Splits a text into lines, after a space, a dot or a slash where possible."""
-    lines = []
-    while len(text) > size:
+    """Returns the lines of a cell, split after a space, a dot or a slash where possible."""
+    lines, size = [], max(1, size)
+    while len(text) > size and _cells(text) > size:  # combining signs take no column
         cut = 1 + max(text.rfind(sign, 0, size) for sign in " ./")
         if text[size] == " ":
             cut = size

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt_tools.cli.completion import layouts, one_of
+from ckpt_tools.cli.completion import layouts, schedules
 from ckpt_tools.cli.options import (
     OUTPUT,
     READS,
@@ -124,7 +124,7 @@ def average(
         str | None,
         typer.Option(
             "--schedule",
-            autocompletion=one_of("linear", "cosine", "sqrt", "exponential"),
+            autocompletion=schedules,
             metavar="linear|cosine|sqrt|exponential",
             help=(
                 "The decay of the learning rate that the mean stands for; default: linear, which is"

@@ -8,6 +8,9 @@ _MOST = 8  # more gain nothing: the disk or the memory is the limit
 _MOST_BESIDE_TRAINING = 4  # the data loader and the training need the other processors
 
 
+MAX_THREADS = 256  # that a user may ask for, per process
+
+
 def num_threads(jobs: int | None, ranks_here: int = 1, is_beside_training: bool = False) -> int:
     """Returns the number of threads of one process, at least 1.
 

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch.distributed as dist
 
+from ckpt_tools.core.threads import MAX_THREADS
 from ckpt_tools.loop.saving.replicas import Proof
 from ckpt_tools.publish.step_names import STEP_PATTERNS
 from ckpt_tools.run.retention import Retention, check_rules
 from ckpt_tools.storage import check_url, is_url
 from ckpt_tools.version import GONE_IN
-
-MAX_THREADS = 256  # of a rank; the same number as that of `ckpt --jobs`
 
 
 def check_number(name: str, value: float | None, least: int) -> None:

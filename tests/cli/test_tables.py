@@ -78,6 +78,17 @@ def test_columns_without_room_follow_below_with_the_same_names(
     assert "state" in blocks[0] and text.count("complete") == 2
 
 
+@pytest.mark.parametrize("name", ["\u0301" * 50, "e\u0301" * 40, "日本語" * 20, "日本", ""])
+def test_signs_without_a_width_and_wide_ones_end(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for width in (20, 40, 80):
+        rows = [[name, "1", name], [NAMES[0], "22", SENTENCE]]
+        lines = printed(width, rows, ["tensor", "n", "what"], (1,), capsys, monkeypatch)
+        assert "22" in "".join(lines)
+    assert len(printed(None, [["日本", "1"]], ["name", "n"], (1,), capsys, monkeypatch)[0]) == 9
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tables") / "run"
