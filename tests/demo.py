@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
+from training.extras.sample import generate, load_model
 from training.loss import PROMPT, logits_for
-from training.sample import generate, load_model
 
 _BOLD, _PLAIN = ("\x1b[1m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
 CONFIG = """\
@@ -168,7 +168,7 @@ def main() -> None:
     print(f"  ckpt inspect {root}/run4/step-00000140 --files")
     print(f"  ckpt merge {root}/run4/step-00000140 {root}/bf16.safetensors --dtype bf16 --dry-run")
     print(f"  ckpt reshard {root}/run4/step-00000140 {root}/run16/step-00000140 --to 16")
-    print(f"  python -m training.sample {root}/run4/export --prompt 'import '")
+    print(f"  python -m training.extras.sample {root}/run4/export --prompt 'import '")
     print(f"  python -m training {file} --plot {run4}")
     print(
         f"  python -m training {file} --estimate --ranks 64 --budget 80 --set model.name=8b --set"

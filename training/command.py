@@ -24,11 +24,11 @@ import torch.distributed as dist
 
 from ckpt_tools import CheckpointError
 from ckpt_tools.ranks.base import tell_launcher
-from training import accelerate_config
 from training import model as models
 from training.batch import DataError
 from training.checks import check
 from training.config import Config, ConfigError, resolve
+from training.extras import accelerate_config
 from training.loss import PROMPT
 from training.metrics import plot
 from training.prove import Plan, make_model, open_data, prove
@@ -155,7 +155,7 @@ def _check_logits(file: Path, config: Config) -> None:
 
 def look(args: argparse.Namespace, config: Config, num_ranks: int, ranks_a_node: int) -> None:
     """Prints the output of `--print-plan` and `--estimate`, without training."""
-    from training import estimate, plan
+    from training.extras import estimate, plan
 
     sizes = check(config, num_ranks, ranks_a_node) if args.print_plan else None
     model = make_model(config)

@@ -4,7 +4,8 @@
     python -m training.data prepare corpus/ --out tokens.npy --tokenizer llama/
 
 A token file is a NumPy array on disk, which is mapped and never loaded. `tokens.npy.json` beside it
-describes its ids. `training.prepare` writes both, `training.examples` has prompts and answers.
+describes its ids. `training.extras.prepare` writes both; `training.extras.examples` has prompts and
+answers.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import torch
 
 from training.batch import Batch, DataError, DataSet, fingerprint
 from training.config import ConfigError
-from training.examples import Examples, open_examples
-from training.local_models import tokenizer_fingerprint
+from training.extras.examples import Examples, open_examples
+from training.extras.local_models import tokenizer_fingerprint
 
 
 @dataclass(frozen=True)
@@ -307,6 +308,6 @@ class Reader:
 
 
 if __name__ == "__main__":
-    from training.prepare import main
+    from training.extras.prepare import main
 
     main()

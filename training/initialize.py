@@ -11,36 +11,61 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from training.model import Use, initializer, tied
-
 Place = tuple[str, str]  # a module's name, and a parameter's name in it
+Fill = Callable[[str, nn.Module], None]  # sets the first values of one module, by its name
+
+
+class Use(NamedTuple):
+    """A use of a parameter: a module by name, and the parameter's name in it."""
+
+    path: str
+    module: nn.Module
+    name: str
+
+
+def tied(model: nn.Module) -> list[list[Use]]:
+    """Returns the uses of each parameter that several modules hold."""
+    uses: dict[int, list[Use]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                uses.setdefault(id(parameter), []).append(Use(path, module, name))
+    return [places for places in uses.values() if len(places) > 1]
 
 
 class FirstValues:
     """Fills the modules of a model that was made on the meta device.
 
-    The values depend on the seed and the modules' names. They are those of the model's initializer.
+    The values depend on the seed and the modules' names.
 
     Args:
         model: before anything wraps its modules.
+        fill: sets the values of one module: its own parameters, and buffers that are computed.
         seed: of the run.
         device: the device that draws numbers. A CPU and a GPU draw different numbers, so it does
             not depend on where parameters are kept.
-        draws: tells by a module's name whether its parameters get values. Buffers always do.
+        draws: tells by a module's name whether its parameters get values; None: all do. Buffers
+            always do.
     """
 
     def __init__(
-        self, model: nn.Module, seed: int, device: torch.device, draws: Callable[[str], bool]
+        self,
+        model: nn.Module,
+        fill: Fill,
+        seed: int,
+        device: torch.device,
+        draws: Callable[[str], bool] | None = None,
     ) -> None:
         self.names = {id(module): name for name, module in model.named_modules()}
-        self.seed, self.device, self.draws = seed, device, draws
-        self.blank, self.fill = dict(copy.deepcopy(model).named_modules()), initializer(model)
-        is_wanted = any(draws(name) for name, own in self.blank.items() if own._parameters)
+        self.seed, self.device, self.draws = seed, device, draws or (lambda _: True)
+        self.blank, self.fill = dict(copy.deepcopy(model).named_modules()), fill
+        is_wanted = any(self.draws(name) for name, own in self.blank.items() if own._parameters)
         self.writes = dict(_writes(self.blank, self.fill)) if is_wanted else {}
         self.writer = {
             target: above for above, targets in self.writes.items() for target in targets
@@ -134,9 +159,7 @@ class FirstValues:
 
 
 @torch.no_grad()
-def _writes(
-    modules: dict[str, nn.Module], fill: Callable[[str, nn.Module], None]
-) -> Iterator[tuple[str, list[Place]]]:
+def _writes(modules: dict[str, nn.Module], fill: Fill) -> Iterator[tuple[str, list[Place]]]:
     """Yields modules whose initializer writes parameters of inner modules, with those parameters.
 
     Inner modules come first. GPT-2 scales the weights of its residual layers in this way: the

@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckpt_tools import RngState
 from training import config as configuration
-from training import factory, parallel, pretrained, weights
+from training import parallel, sharding
 from training.checks import keeps_flat
 from training.config import Config
 from training.data import Reader, Sampler
+from training.extras import factory, pretrained, weights, wrappers
 from training.prove import Plan
 
 
@@ -79,7 +80,7 @@ def build(plan: Plan, device: torch.device) -> Job:
         ConfigError: the model does not fit the mesh, or the device.
     """
     config, data, model = plan.config, plan.config.data, plan.model
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    counts, sizes = [(p.numel(), p.requires_grad) for p in model.parameters()], plan.sizes
     about = {
         "data": plan.rows.identity,
         "model": pretrained.description(model) if config.model.path else {},
@@ -89,7 +90,8 @@ def build(plan: Plan, device: torch.device) -> Job:
         about["base"] = weights.fingerprint(config.model.path)
     if source := factory.source_digest(config):
         about["source"] = source
-    mesh, decayed = parallel.make_mesh(plan.sizes, device), parallel.decayed_names(model)
+    mesh = parallel.make_mesh(device, sizes.shard, sizes.replicate, sizes.tensor)
+    decayed = parallel.decayed_names(model)
     if config.model.factory:
         remedy = "draw from torch, numpy or random, which have the same seed on all ranks"
         named = dict([*model.named_parameters(), *model.named_buffers()])
@@ -98,7 +100,7 @@ def build(plan: Plan, device: torch.device) -> Job:
     # weights of model.path are loaded later: only adapters on them are drawn
     has_weights = config.model.path and config.model.weights
     draws = pretrained.is_of_adapter if has_weights else lambda _: True
-    model = parallel.shard(model, config, mesh, device, draws)
+    model = sharding.shard(model, config, mesh, device, draws)
     seed_generators(config.run.seed, mesh)  # after `shard`, which seeds them for each module
     optimizer = _adamw(model, config, decayed)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
@@ -115,8 +117,8 @@ def build(plan: Plan, device: torch.device) -> Job:
         sampler=sampler,
         reader=Reader(plan.rows, sampler, data.batch_size, part_of(data.batch_size, mesh), device),
         about=about,
-        num_parameters=sum(numel for numel, _ in sizes),
-        num_trained=sum(numel for numel, is_trained in sizes if is_trained),
+        num_parameters=sum(numel for numel, _ in counts),
+        num_trained=sum(numel for numel, is_trained in counts if is_trained),
         loss=factory.loss_of(config) if config.model.factory else None,
     )
 
@@ -147,9 +149,9 @@ def _adamw(model: nn.Module, config: Config, decayed: set[str]) -> torch.optim.A
     """Returns the optimizer. Its first group decays; norms, biases and embeddings do not."""
     optim, groups = config.optim, ([], [])
     decays_all = optim.decay == "all" or keeps_flat(config)
-    for name, parameter in parallel.unwrapped(model).named_parameters():
+    for name, parameter in wrappers.unwrapped(model).named_parameters():
         if parameter.requires_grad:
-            is_decayed = decays_all or parallel.plain_name(name) in decayed
+            is_decayed = decays_all or wrappers.plain_name(name) in decayed
             groups[0 if is_decayed else 1].append(parameter)
     decays = zip(groups, (optim.weight_decay, 0.0), strict=True)
     is_auto = optim.implementation == "auto"

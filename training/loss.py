@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # torch's own name for it
 from torch.utils.checkpoint import checkpoint as recompute
 
-from training import factory, parallel
 from training import model as models
+from training import parallel, sharding
 from training.batch import IGNORED, Batch, DataSet
 from training.config import ConfigError
+from training.extras import factory
 from training.job import Job, data_ranks, part_of
 from training.metrics import gather
+from training.units import dtype_of
 
 PROMPT = b"def main():\n    parser = argparse"
 _LEAST = 1e-9  # a batch may have no target at all; its loss is 0
@@ -30,9 +32,9 @@ def loss_of(job: Job, batch: Batch) -> Tensor:
     data = job.config.data
     if job.loss is not None:
         return _loss_of_rows(job, batch, job.loss)
-    with parallel.computing(job.config, job.device):
+    with sharding.computing(job.config, job.device):
         logits = models.logits_of(job.model, batch.inputs, batch.documents, data.packing)
-    if output := parallel.dtype_of(job.config.precision.output):
+    if output := dtype_of(job.config.precision.output):
         logits = logits.to(output)
     total = sum_of_losses(logits, batch.targets, job.config.compute.loss_chunk)
     return total / max(_share(job, batch), _LEAST)
@@ -48,7 +50,7 @@ def _share(job: Job, batch: Batch) -> float:
 def _loss_of_rows(job: Job, batch: Batch, loss: factory.Loss) -> Tensor:
     """Returns the loss of a factory's module on rows."""
     dtype = job.config.model.dtype
-    with parallel.computing(job.config, job.device):
+    with sharding.computing(job.config, job.device):
         outputs = factory.call_on_rows(job.model, job.config, batch.inputs, dtype)
     name = job.config.model.loss or factory.CROSS_ENTROPY
     if not job.config.model.loss and factory.are_labels(batch.targets):
@@ -95,7 +97,7 @@ def evaluate(job: Job, rows: DataSet) -> float:
     modes = {module: module.training for module in job.model.modules()}
     job.model.eval()
     losses, weights = [], []
-    with parallel.splitting_loss(job.config):
+    with sharding.splitting_loss(job.config):
         for i in range(batches):
             numbers, mine = list(range(i * size, (i + 1) * size)), part_of(size, job.mesh)
             batch = rows.batch(numbers, mine).to(job.device)

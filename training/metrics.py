@@ -25,8 +25,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from training.config import Config
+from training.extras.loggers import Logger
 from training.files import open_to_append, replace_file
-from training.loggers import Logger
 
 if TYPE_CHECKING:
     from training.job import Job

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # torch's own name for it
 
-from training import factory, pretrained
 from training.config import Config, ConfigError
+from training.extras import factory, pretrained
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,24 +283,6 @@ def block_classes(model: nn.Module) -> set[str]:
         if isinstance(model, Decoder)
         else set(getattr(model, "_no_split_modules", None) or ())
     )
-
-
-class Use(NamedTuple):
-    """A use of a parameter: a module by name, and the parameter's name in it."""
-
-    path: str
-    module: nn.Module
-    name: str
-
-
-def tied(model: nn.Module) -> list[list[Use]]:
-    """Returns the uses of each parameter that several modules hold."""
-    uses: dict[int, list[Use]] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                uses.setdefault(id(parameter), []).append(Use(path, module, name))
-    return [places for places in uses.values() if len(places) > 1]
 
 
 def logits_of(

@@ -14,14 +14,15 @@ import torch
 from torch import nn
 
 import ckpt_tools
-from training import changes, factory, parallel, weights
+from training import changes, sharding
 from training import model as models
 from training.batch import DataSet
 from training.checks import Degrees, check
 from training.config import Config, ConfigError
 from training.data import check_tokenizer, open_tokens
-from training.examples import Examples
-from training.loggers import check_loggers
+from training.extras import factory, tensor, weights, wrappers
+from training.extras.examples import Examples
+from training.extras.loggers import check_loggers
 from training.units import check_blocks, left_out, units_of
 
 
@@ -47,7 +48,7 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
     """
     sizes, notes = check(config, world_size, local_world_size), list[str]()
     if not torch.cuda.is_available():
-        config, notes = parallel.without_gpu(config)
+        config, notes = wrappers.without_gpu(config)
     given = config
     check_loggers(config)
     _check_places(config)
@@ -56,7 +57,7 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
         config = config.having("data", seq_len=1)  # a row stands for a sequence of one token
     model, has_weights = make_model(config), bool(config.model.path and config.model.weights)
     converts = has_weights and weights.check_weights(model, config)
-    parallel.check_backend(config)
+    sharding.check_backend(config)
     rows, validation = open_data(config, model, "data.train"), None
     if config.metrics.validate_every:
         validation = open_data(config, model, "data.validation")
@@ -86,7 +87,7 @@ def make_model(config: Config) -> nn.Module:
     check_blocks(model, config)
     if config.model.factory:
         return model
-    parallel.check_heads(model, config.fsdp.tensor_parallel)
+    tensor.check_heads(model, config.fsdp.tensor_parallel)
     if config.data.seq_len > models.max_seq_len(model):
         raise ConfigError(
             f"data.seq_len = {config.data.seq_len}, and the model takes sequences of at most"

@@ -15,15 +15,16 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from ckpt_tools import CheckpointManager, Mirror, Retention
-from training import changes, factory, parallel, weights
-from training.causality import prove_causal
+from training import changes, parallel, sharding
 from training.config import Config, to_toml
+from training.extras import factory, weights, wrappers
+from training.extras.causality import prove_causal
+from training.extras.loggers import open_loggers
+from training.extras.profiling import Profiler
 from training.files import replace_file
 from training.job import Job, build, seed_generators
-from training.loggers import open_loggers
 from training.loss import evaluate, logits_for, loss_of
 from training.metrics import Meter, loss_and_peak, mean_loss
-from training.profiling import Profiler
 from training.prove import Plan
 
 
@@ -71,7 +72,7 @@ def train(
     if checkpoints.last_save:
         meter.say(f"saved {checkpoints.last_save.path}")
     if logits and not number:
-        with parallel.computing(config, device):
+        with sharding.computing(config, device):
             written = logits_for(job.model, device)
         if is_first:
             buffer = io.BytesIO()
@@ -209,7 +210,7 @@ def _check_buffers(job: Job) -> None:
     if job.loss is not None and dist.get_world_size() > 1:
         buffers = {
             f"{path}.{name}" if path else name: buffer
-            for path, module in parallel.unwrapped(job.model).named_modules()
+            for path, module in wrappers.unwrapped(job.model).named_modules()
             for name, buffer in module.named_buffers(recurse=False)
             if name not in module._non_persistent_buffers_set
         }
@@ -243,7 +244,7 @@ def take_step(job: Job, meter: Meter, wants_norm: bool = True) -> tuple[Tensor, 
     for i, part in enumerate(micro):
         is_last = i == len(micro) - 1
         reducing = parallel.reducing(model, is_last, job.config.fsdp.reduce_every)
-        with reducing, parallel.splitting_loss(job.config):
+        with reducing, sharding.splitting_loss(job.config):
             loss = loss_of(job, part) / len(micro)
             loss.backward()
         total += parallel.local(loss.detach())
@@ -264,7 +265,7 @@ def _export(job: Job, checkpoints: CheckpointManager, meter: Meter) -> None:
         directory = Path(job.config.run.dir) / "export"
         weights.export(newest.path, directory, job.config, job.model)
         meter.say(f"exported {directory}")
-        names = [name for name, _ in parallel.unwrapped(job.model).named_parameters()]
+        names = [name for name, _ in wrappers.unwrapped(job.model).named_parameters()]
         if all(name.startswith("module.") for name in names):
             meter.say("the names in it lack the prefix `module.`, which looks like that of DDP")
     dist.barrier()

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import fnmatch
 
+import torch
 from torch import nn
 
 from training.config import Config, ConfigError
-from training.model import Decoder, block_classes, tied
+from training.initialize import tied
+from training.model import Decoder, block_classes
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """Returns a type by its name, or None for an empty name."""
+    return getattr(torch, name) if name else None
 
 
 def blocks_of(model: nn.Module, config: Config) -> list[str]:
@@ -39,7 +46,7 @@ def check_blocks(model: nn.Module, config: Config) -> None:
             )
 
 
-def units_of(model: nn.Module, config: Config) -> dict[str, str]:
+def units_of(model: nn.Module, config: Config) -> dict[str, torch.dtype | None]:
     """Returns the FSDP units of a model by name, children before parents, and "" for the root last.
 
     The value is a unit's compute type, if it differs from the default. A parameter belongs to the
@@ -50,7 +57,7 @@ def units_of(model: nn.Module, config: Config) -> dict[str, str]:
     """
     names = _wanted(model, config)
     overrides = {
-        name: dtype
+        name: dtype_of(dtype)
         for glob, dtype in config.precision.overrides.items()
         for name in _matching(model, glob)
     }
@@ -67,7 +74,7 @@ def units_of(model: nn.Module, config: Config) -> dict[str, str]:
             " type of the root: leave it out"
         )
     order.sort(key=lambda name: -name.count("."))
-    return {name: overrides.get(name, "") for name in [*order, ""] if name not in shared}
+    return {name: overrides.get(name) for name in [*order, ""] if name not in shared}
 
 
 def _wanted(model: nn.Module, config: Config) -> set[str]:

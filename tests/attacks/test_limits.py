@@ -176,8 +176,8 @@ class Tokenizer:
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_a_template_without_end_is_ended(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    from training import templates
     from training.config import ConfigError
+    from training.extras import templates
 
     monkeypatch.setattr(templates, "SECONDS", 5.0)
     monkeypatch.setattr(templates, "BYTES", 1 << 29)

@@ -25,11 +25,11 @@ from torch.nn import functional as F
 from tests.dist import device
 from training import config as configuration
 from training import model as models
-from training import parallel
 from training.config import Config
 from training.data import open_tokens
 from training.prove import prove
 from training.train import train
+from training.units import dtype_of
 
 WARM = 3  # steps that are not counted
 
@@ -39,7 +39,7 @@ def bare(config: Config) -> float:
     model = models.make(config)
     mesh = init_device_mesh(device.NAME, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(
-        parallel.dtype_of(config.precision.param), parallel.dtype_of(config.precision.reduce)
+        dtype_of(config.precision.param), dtype_of(config.precision.reduce)
     )
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)

@@ -22,12 +22,12 @@ import torch.distributed as dist
 import ckpt_tools
 from tests.dist import device
 from training import config as configuration
-from training import estimate
 from training import model as models
 from training.checks import check
+from training.extras import estimate
+from training.extras.plan import groups_of
 from training.job import build
 from training.metrics import gather, peak_mib
-from training.plan import groups_of
 from training.prove import prove
 from training.train import train
 

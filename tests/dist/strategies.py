@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from tests.dist import device
 from training import config as configuration
 from training import model as models
-from training import parallel
+from training.extras.wrappers import find
 from training.batch import Batch
 from training.checks import keeps_flat
 from training.config import Config
@@ -143,7 +143,7 @@ def plain(config: Config) -> list[float]:
     model = models.make(config).to_empty(device=device.here())
     if config.model.tied_embeddings:
         model.output.weight = model.tok_embeddings.weight
-    FirstValues(model, config.run.seed, device.here(), lambda _: True).all(model)
+    FirstValues(model, models.initializer(model), config.run.seed, device.here()).all(model)
     data = config.data
     tokens = open_tokens(data.train, data.seq_len, data.batch_size, 256)
     sampler = Sampler(len(tokens), config.run.seed)
@@ -233,7 +233,7 @@ def prove_collectives(root: Path) -> None:
 def prove_effects() -> None:
     """What leaves the losses as they are can be seen in what PyTorch was told."""
     job = build("fsdp.forward_prefetch=2", "fsdp.backward_prefetch=1", "compute.checkpoint_every=1")
-    states = [parallel.find(job.model, f"layers.{i}")._get_fsdp_state() for i in range(4)]
+    states = [find(job.model, f"layers.{i}")._get_fsdp_state() for i in range(4)]
     assert [[states.index(s) for s in state._states_to_forward_prefetch] for state in states] == [[1, 2], [2, 3], [3], []]
     assert [[states.index(s) for s in state._states_to_backward_prefetch] for state in states] == [[], [0], [1], [2]]
     job = build("fsdp.cpu_offload=true")
@@ -244,7 +244,7 @@ def prove_effects() -> None:
     take_step(job, Meter(job.config, 0))
     assert all(p.grad is None for p in job.model.parameters())  # zeros would decay what was unused
     job = build("compute.compile=true", "compute.compile_backend=eager")
-    assert all(parallel.find(job.model, f"layers.{i}")._compiled_call_impl is not None for i in range(4))
+    assert all(find(job.model, f"layers.{i}")._compiled_call_impl is not None for i in range(4))
     calls = []
     job = build("fsdp.unshard_ahead=true")
     unshard, batch = type(job.model).unshard, type(job.plan.rows).batch

@@ -72,8 +72,8 @@ from tests.fuzz.seeds import (
     states,
     strange_places,
 )
-from training.accelerate_config import read as read_configuration
 from training.config import ConfigError
+from training.extras.accelerate_config import read as read_configuration
 
 CONFIG = Path(tempfile.gettempdir()) / f"fuzz-{os.getpid()}.yaml"
 JOURNAL = Path(tempfile.gettempdir()) / f"fuzz-{os.getpid()}-journal"

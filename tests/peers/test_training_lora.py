@@ -18,7 +18,7 @@ import ckpt_tools
 from tests.command import run_command
 from tests.jobs import PYTHON_PATH, kill_after_step, torchrun_command
 from tests.peers.environments import JOBS, python_of
-from training.prepare import prepare
+from training.extras.prepare import prepare
 
 STEPS = 6
 ENVIRONMENT = {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from training import causality
 from training.config import Config, ConfigError
+from training.extras import causality
 
 SIZES = {
     "vocab_size": 200,

@@ -14,10 +14,10 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 
-from training import accelerate_config
 from training import config as configuration
 from training.checks import check, degrees
 from training.config import Config, ConfigError, resolve
+from training.extras import accelerate_config
 
 
 @pytest.mark.parametrize(

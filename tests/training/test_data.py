@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from training.config import ConfigError
 from training.data import Sampler, open_tokens, shuffled
-from training.prepare import prepare
+from training.extras.prepare import prepare
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**40), epoch=st.integers(0, 100))

@@ -25,8 +25,8 @@ from training import units
 from training.batch import fingerprint
 from training.config import ConfigError, resolve
 from training.data import open_tokens
-from training.local_models import tokenizer_fingerprint
-from training.prepare import prepare
+from training.extras.local_models import tokenizer_fingerprint
+from training.extras.prepare import prepare
 from training.prove import prove
 
 
@@ -262,7 +262,7 @@ def test_sampling_takes_an_export_and_a_temperature_of_zero(
     first: Path, data: Path, tmp_path: Path
 ) -> None:
     again(first, tmp_path, "run.steps=3", "run.export=true", f"data.train={data}/a.npy")
-    sample = (sys.executable, "-m", "training.sample")
+    sample = (sys.executable, "-m", "training.extras.sample")
     assert "no exported model in" in run(*sample, str(first), status=1)
     assert f"give {tmp_path}/run/export" in run(*sample, f"{tmp_path}/run", status=1)
     greedy = [

@@ -22,7 +22,7 @@ from training import model as models
 from training.batch import IGNORED
 from training.config import ConfigError
 from training.data import Sampler, open_tokens
-from training.prepare import prepare
+from training.extras.prepare import prepare
 from training.prove import prove
 
 STEPS, SEQ_LEN, BATCH = 4, 24, 4
@@ -143,7 +143,7 @@ def test_the_decoder_sees_each_example_alone(packs: bool, data: Path, tmp_path: 
     sizes = ("model.dim=32", "model.num_layers=2", "model.num_heads=4", "model.hidden_dim=48")
     given = (*COMMON, *sizes, f"data.train={data}/pairs.npy", f"data.packing={str(packs).lower()}")
     run(*command(2, *sets(*given, f"run.dir={tmp_path}/two", "run.export=true", "run.steps=1")))
-    from training.sample import load_model
+    from training.extras.sample import load_model
 
     # the exported weights of step 1 begin the plain loop and a second run
     first = ckpt_tools.steps(tmp_path / "two")[0].path

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from training.initialize import FirstValues
+from training.model import initializer
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
 MODELS: dict[str, dict[str, Any]] = {
@@ -39,7 +40,7 @@ def test_every_parameter_and_buffer_begins_as_transformers_begins_it(kind: str) 
     expected = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    init = FirstValues(model, 0, torch.device("cpu"), lambda _: True)
+    init = FirstValues(model, initializer(model), 0, torch.device("cpu"))
     for module in model.modules():
         init.materialize(module, torch.device("cpu"))
     ours = dict(model.named_parameters())

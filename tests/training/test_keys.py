@@ -14,9 +14,9 @@ from tests.training.runs import ONE, TINY, lines, losses, run, sets
 from training import config as configuration
 from training import model as models
 from training import parallel
-from training.accelerate_config import read
 from training.config import ConfigError
-from training.prepare import prepare
+from training.extras.accelerate_config import read
+from training.extras.prepare import prepare
 from training.prove import prove
 
 

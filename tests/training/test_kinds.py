@@ -22,9 +22,9 @@ from training import config as configuration
 from training.checks import Degrees
 from training.config import ConfigError
 from training.data import Sampler, open_tokens
-from training.estimate import memory_of
+from training.extras.estimate import memory_of
+from training.extras.prepare import prepare
 from training.loss import PROMPT
-from training.prepare import prepare
 from training.prove import prove
 
 STEPS, BATCH = 4, 8

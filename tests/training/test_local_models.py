@@ -25,10 +25,10 @@ class Tokenizer(PreTrainedTokenizerFast):
     pass
 """
 CALLS = {
-    "model": "from training.pretrained import make; make({folder!r})",
-    "sample": "from training.sample import load_model; load_model(__import__('pathlib').Path({folder!r}))",
-    "tokenizer": "from training.sample import tokenizer_of; tokenizer_of(__import__('pathlib').Path({folder!r}))",
-    "prepare": "from training.prepare import _Tokenizer; _Tokenizer(__import__('pathlib').Path({folder!r}))",
+    "model": "from training.extras.pretrained import make; make({folder!r})",
+    "sample": "from training.extras.sample import load_model; load_model(__import__('pathlib').Path({folder!r}))",
+    "tokenizer": "from training.extras.sample import tokenizer_of; tokenizer_of(__import__('pathlib').Path({folder!r}))",
+    "prepare": "from training.extras.prepare import _Tokenizer; _Tokenizer(__import__('pathlib').Path({folder!r}))",
 }
 
 

@@ -10,10 +10,10 @@ import torch
 from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
 
 from tests.command import run_job
-from training import estimate, plan
 from training import model as models
 from training.checks import Degrees, check
 from training.config import ConfigError, resolve
+from training.extras import estimate, plan
 from training.job import schedule
 from training.units import units_of
 

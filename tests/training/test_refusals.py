@@ -16,15 +16,15 @@ from safetensors.torch import save_file
 
 from tests.training.runs import TINY, run, sets
 from tests.training.runs import lines as metrics
-from training import accelerate_config
 from training.changes import check_directory, check_same, check_train_state, config_of, notes_on
 from training.checks import check
 from training.config import ConfigError, resolve, to_toml
 from training.data import open_tokens
+from training.extras import accelerate_config
+from training.extras.prepare import prepare
+from training.extras.tensor import check_heads
 from training.metrics import _forget
 from training.model import make
-from training.parallel import check_heads
-from training.prepare import prepare
 from training.prove import prove
 from training.units import units_of
 
@@ -148,7 +148,7 @@ def test_modules_and_losses_that_cannot_be_trained(
 
 
 def test_any_callable_is_a_factory(folder: Path) -> None:
-    from training.factory import source_digest
+    from training.extras.factory import source_digest
 
     for name in ("good", "part"):
         option = f"model.factory=factories_of_a_test:{name}"
@@ -240,7 +240,7 @@ def test_tables_and_values_of_accelerate_that_are_wrong(tmp_path: Path) -> None:
 def test_weights_of_other_shapes_are_refused(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from training.weights import check_weights
+    from training.extras.weights import check_weights
 
     sizes = {"intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 256}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}

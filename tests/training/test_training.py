@@ -20,7 +20,7 @@ from tests.dist.strategies import VARIANTS
 from tests.jobs import LONG, PYTHON_PATH, kill_after_step
 from tests.stock_jobs import assert_same, stock_load
 from tests.training.runs import QUIET, TINY, command, lines, losses, run, sets
-from training.prepare import prepare
+from training.extras.prepare import prepare
 
 # ---- every option --------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ def test_a_model_of_transformers_is_streamed_in_trained_exported_and_loaded_agai
             run(
                 sys.executable,
                 "-m",
-                "training.sample",
+                "training.extras.sample",
                 str(export),
                 "--tokens",
                 "5",
@@ -320,7 +320,7 @@ def test_metrics_validation_profile_plots_export_and_sample(tmp_path: Path) -> N
     assert run(
         sys.executable,
         "-m",
-        "training.sample",
+        "training.extras.sample",
         str(directory / "export"),
         "--tokens",
         "5",

@@ -16,9 +16,10 @@ from rich.table import Table
 from torch import nn
 
 from training import model as models
-from training import parallel
 from training.checks import Degrees
 from training.config import Config
+from training.extras import tensor
+from training.initialize import tied
 from training.units import embeddings_of, units_of
 
 _UNEVEN = 0.05  # of a rank's part
@@ -58,13 +59,12 @@ def groups_of(model: nn.Module, config: Config) -> dict[str, Group]:
     A tied weight counts once.
     """
     over = config.fsdp.tensor_parallel
-    parallel.check_heads(model, over)
-    default = config.precision.param or config.model.dtype
+    tensor.check_heads(model, over)
+    default = getattr(torch, config.precision.param or config.model.dtype)
     groups = {
-        name: Group(name, getattr(torch, dtype or default))
-        for name, dtype in units_of(model, config).items()
+        name: Group(name, dtype or default) for name, dtype in units_of(model, config).items()
     }
-    split = parallel.split_dims(model) if over > 1 else {}
+    split = tensor.split_dims(model) if over > 1 else {}
     for name, parameter in model.named_parameters():
         path, shape = name, parameter.shape
         while path not in groups:
@@ -111,7 +111,7 @@ def warnings_of(
     if inner and in_root and root > biggest:
         cure = (
             "they share their weight, so that must be so"
-            if models.tied(model)
+            if tied(model)
             else "fsdp.wrap_embeddings = true makes them units"
         )
         found.append(

@@ -1,7 +1,7 @@
 """Examples of prompts and answers, or of chat turns: padded, or packed several to a row.
 
 Beside `chat.npy`, the ids, lie `chat.npy.mask.npy` (1: trained on) and `chat.npy.starts.npy`.
-`training.prepare` writes these files.
+`training.extras.prepare` writes these files.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Generates text from an exported model in one plain process, without process group and FSDP.
 
-    python -m training.sample run/export --prompt 'def main'
+    python -m training.extras.sample run/export --prompt 'def main'
 
 The directory holds safetensors and `model.json` (the built-in decoder), or a model that
 `transformers` loads. Without a tokenizer, text is bytes.
@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from training.local_models import open_local
+from training.extras.local_models import open_local
 from training.model import Decoder, ModelConfig, logits_of, max_seq_len
 
 _NUM_BYTES = 256
@@ -89,7 +89,7 @@ def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="training.sample",
+        prog="training.extras.sample",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -101,13 +101,13 @@ def main() -> None:
     add("--seed", type=int, default=0)
     args = parser.parse_args()
     if problem := _problem(args):
-        raise SystemExit(f"training.sample: {problem}")
+        raise SystemExit(f"training.extras.sample: {problem}")
     tokenizer, model = tokenizer_of(args.directory), load_model(args.directory)
     prompt = prompt_ids(tokenizer, args.prompt)
     ids = generate(model, prompt, args.tokens, args.temperature, args.seed)
     if tokenizer is None and max(ids) >= _NUM_BYTES:
         raise SystemExit(
-            f"training.sample: the model's answer is no bytes, and {args.directory} has no"
+            f"training.extras.sample: the model's answer is no bytes, and {args.directory} has no"
             " tokenizer: copy the one that prepared the data there"
         )
     print(tokenizer.decode(ids) if tokenizer else bytes(ids).decode("utf-8", "replace"))

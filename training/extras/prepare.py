@@ -26,10 +26,10 @@ from numpy.lib import format as npy
 from tqdm import tqdm
 
 from training.config import ConfigError
-from training.examples import PARTS
+from training.extras.examples import PARTS
+from training.extras.local_models import open_local, tokenizer_fingerprint
+from training.extras.templates import Renderer
 from training.files import replace_file
-from training.local_models import open_local, tokenizer_fingerprint
-from training.templates import Renderer
 
 _READ = 4 << 20  # bytes of text to read, and tokenize, at once
 Masked = tuple[list[int], list[int]]  # ids, and 1 for those that are trained on

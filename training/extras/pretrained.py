@@ -1,6 +1,6 @@
 """Models of `transformers` from a local directory, with or without adapters of PEFT.
 
-They have no values yet: `training.weights` loads and exports these.
+They have no values yet: `training.extras.weights` loads and exports these.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from training.config import ConfigError, Lora
-from training.local_models import model_of, open_local
+from training.extras.local_models import model_of, open_local
 
 _ALL = "all-linear"  # PEFT's word for all linear layers but the head
 _NOT_OF_THE_MODEL = (

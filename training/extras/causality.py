@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from training import model as models
-from training import parallel
+from training import parallel, sharding
 from training.config import Config, ConfigError
 
 _TOKENS = 16  # of a row, if the model takes so many; the first quarter is compared
@@ -34,7 +34,7 @@ def prove_causal(model: nn.Module, config: Config, device: torch.device) -> None
     row[0, num_earlier:], other[0, num_earlier:] = 1, 2
     modes = {module: module.training for module in model.modules()}
     model.eval()
-    with parallel.computing(config, device):
+    with sharding.computing(config, device):
         first, again, second = (_logits(model, ids) for ids in (row, row, other))
     for module, is_training in modes.items():
         module.training = is_training

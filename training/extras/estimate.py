@@ -23,13 +23,15 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from training import factory, parallel
 from training import model as models
+from training import parallel, sharding
 from training.checks import Degrees, check
 from training.config import Config, ConfigError, Strategy
+from training.extras import factory
+from training.extras.plan import size, wide_console
+from training.extras.profiling import memory_tracker
+from training.initialize import tied
 from training.loss import sum_of_losses
-from training.plan import size, wide_console
-from training.profiling import memory_tracker
 from training.units import units_of
 
 # the columns of the table, and the tracker's names for what they hold
@@ -56,12 +58,12 @@ def memory_of(config: Config, sizes: Degrees) -> dict[str, int]:
     device, is_whole = torch.device("cpu"), config.fsdp.strategy == "NO_SHARD"
     shapes = _shapes(config, sizes)
     with _fake_group(sizes.data * sizes.tensor), warnings.catch_warnings(action="ignore"):
-        mesh = parallel.make_mesh(sizes, device)
+        mesh = parallel.make_mesh(device, sizes.shard, sizes.replicate, sizes.tensor)
         model = models.make(config)
         units = units_of(model, config)
-        parallel.split_and_checkpoint(model, config, mesh)
+        sharding.split_and_checkpoint(model, config, mesh)
         if not is_whole:
-            parallel.fsdp2(model, units, config, mesh)
+            parallel.apply_fsdp(model, mesh, sharding.policy_of(config), units)
         with FakeTensorMode(allow_non_fake_inputs=True):
             _allocate(model, device)
             trained = [p for p in model.parameters() if p.requires_grad]
@@ -114,7 +116,7 @@ def _fake_group(num_ranks: int) -> Iterator[None]:
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
     """Gives a meta model (fake) memory; tied weights stay tied."""
-    shared = models.tied(model)
+    shared = tied(model)
     model.to_empty(device=device)
     for first, *others in shared:
         for other in others:
@@ -143,8 +145,8 @@ def _step(
         reducing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if isinstance(model, FSDPModule):
             reducing = parallel.reducing(model, is_last, config.fsdp.reduce_every)
-        with reducing, parallel.splitting_loss(config):
-            with parallel.computing(config, inputs.device):
+        with reducing, sharding.splitting_loss(config):
+            with sharding.computing(config, inputs.device):
                 if config.model.factory:
                     dtype = config.model.dtype
                     outputs = factory.call_on_rows(model, config, inputs, dtype)

@@ -23,10 +23,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 import ckpt_tools
 from ckpt_tools.core.naming import strip_wrappers
 from training.config import Config, ConfigError
+from training.extras.pretrained import is_adapted, is_of_adapter, make
 from training.files import replace_file
 from training.initialize import keep_shard
 from training.model import sizes_of
-from training.pretrained import is_adapted, is_of_adapter, make
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _BESIDE = (".json", ".txt", ".jinja", ".md", ".model", ".npy")  # no weights
