@@ -14,7 +14,7 @@ BIN := .venv/bin
 # one thread per process: the test processes share two cores, and some of them wait for servers
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadgroup
 
-.PHONY: demo test test-slow test-all test-peers test-cuda lint docs man dist bench clean
+.PHONY: demo test test-slow test-all test-peers test-cuda lint docs man pictures dist bench clean
 
 demo: .venv/ready
 	$(BIN)/python tests/demo.py demo
@@ -47,6 +47,9 @@ man: .venv/ready
 
 dist: .venv/ready
 	$(BIN)/python -m build --outdir build/dist .
+
+pictures: .venv/ready
+	$(BIN)/python docs/pictures.py build/pictures --docs
 
 bench: .venv/ready
 	$(BIN)/python tests/benchmarks/compare.py

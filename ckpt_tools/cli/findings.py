@@ -125,7 +125,7 @@ def show_diff(result: DiffResult) -> None:
     groups = _by_module(result.differences)
     if groups:
         of_groups = [_group_row(name, found) for name, found in list(groups.items())[:_SHOWN]]
-        head = ("entry", "differ", "max |a-b|", "max rel", "cosine", "first")
+        head = ("entry", "differ", "rel norm", "max |a-b|", "cosine", "first")
         table(head, of_groups, right=(1, 2, 3, 4))
         _more(len(groups))
     for note in result.notes:
@@ -163,20 +163,14 @@ def _by_module(differences: Sequence[Difference]) -> dict[str, list[Difference]]
     for found in differences:
         groups.setdefault(_module(found.fqn), []).append(found)
     order = {
-        name: (is_optimizer_state(found[0].fqn), -max(map(_size, found)))
+        name: (is_optimizer_state(found[0].fqn), -max(one.size for one in found))
         for name, found in groups.items()
     }
     return {name: groups[name] for name in sorted(groups, key=order.__getitem__)}
 
 
-def _size(found: Difference) -> float:
-    if found.is_code:
-        return 0.0
-    return float("inf") if found.max_rel != found.max_rel else found.max_rel
-
-
 def _group_row(name: str, found: Sequence[Difference]) -> tuple[str, ...]:
-    worst = max(found, key=_size)
+    worst = max(found, key=lambda one: one.size)
     shown = printable(name) + (f" ({len(found):,})" if len(found) > 1 else "")
     different = sum(f.num_different for f in found)
     if worst.is_object or worst.is_code:
@@ -187,8 +181,8 @@ def _group_row(name: str, found: Sequence[Difference]) -> tuple[str, ...]:
     return (
         shown,
         _part(different, sum(f.numel for f in found)),
+        "-" if worst.rel_norm is None else f"{worst.rel_norm:.3g}",
         f"{max(f.max_abs for f in found):.3g}",
-        f"{worst.max_rel:.3g}",
         f"{min(cosines):.6f}" if cosines else "-",
         f"{which}{list(worst.first)}",
     )

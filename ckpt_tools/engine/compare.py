@@ -37,6 +37,7 @@ class Tally:
         max_abs: the largest |a - b|; NaN if only one of both is NaN.
         max_rel: the largest |a - b| / max(|a|, |b|).
         dot, aa, bb: sums of a*b, a*a and b*b over the elements that were decoded as numbers.
+        gaps: the sum of |a - b|^2.
         is_partial: some elements were not decoded, because their bits are equal.
     """
 
@@ -47,6 +48,7 @@ class Tally:
     dot: float = 0.0
     aa: float = 0.0
     bb: float = 0.0
+    gaps: float = 0.0
     is_partial: bool = False
 
     def add(self, other: Tally) -> None:
@@ -59,6 +61,7 @@ class Tally:
             _larger(self.max_rel, other.max_rel),
         )
         self.dot, self.aa, self.bb = self.dot + other.dot, self.aa + other.aa, self.bb + other.bb
+        self.gaps += other.gaps
         self.is_partial |= other.is_partial
 
     @property
@@ -70,6 +73,12 @@ class Tally:
             if norm and math.isfinite(norm) and math.isfinite(self.dot)
             else None
         )
+
+    @property
+    def rel_norm(self) -> float | None:
+        """The norm of a - b, by the norm of a; None if a is zero or a sum is not finite."""
+        ratio = math.sqrt(self.gaps) / math.sqrt(self.aa) if self.aa and self.gaps >= 0 else None
+        return ratio if ratio is not None and math.isfinite(ratio) else None
 
 
 def _larger(a: float, b: float) -> float:
@@ -191,6 +200,7 @@ class CompareSink:
                 inner(y, x),
                 inner(x, x),
                 inner(y, y),
+                inner(gap, gap),
             )
 
 

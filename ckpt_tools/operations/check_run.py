@@ -108,10 +108,22 @@ def check_steps(
     found = [problem for step in steps for problem in step_problems(step, verify)]
     if every is not None:
         found += _missing(steps, every)
-    sound = [step for step in steps if step.counts]
-    found += _unchanged(sound, unchanged_steps)
-    found += _large_updates(sound, jump)
+    found += training_problems(steps, unchanged_steps, jump)
     return sorted(found, key=lambda problem: problem.step), steps
+
+
+def training_problems(
+    steps: Sequence[Step], unchanged_steps: int = UNCHANGED_STEPS, jump: float = JUMP
+) -> Iterator[RunProblem]:
+    """Yields what the values of the steps tell of the training.
+
+    Args:
+        steps: of a run, by number.
+        unchanged_steps, jump: see `check_run`.
+    """
+    sound = [step for step in steps if step.counts]
+    yield from _unchanged(sound, unchanged_steps)
+    yield from _large_updates(sound, jump)
 
 
 def step_problems(step: Step, verify: bool) -> Iterator[RunProblem]:

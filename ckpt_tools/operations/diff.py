@@ -58,6 +58,7 @@ class Difference(NamedTuple):
         is_object: whether it is an object, not a tensor.
         is_code: whether it is a part of a quantized weight. Only the number of different elements
             means something then.
+        rel_norm: the norm of a - b, by the norm of a; None if a is all zeros or not finite.
     """
 
     fqn: str
@@ -69,6 +70,16 @@ class Difference(NamedTuple):
     cosine: float | None
     is_object: bool = False
     is_code: bool = False
+    rel_norm: float | None = None
+
+    @property
+    def size(self) -> float:
+        """How much differs, to sort by: `rel_norm`; infinite if it has none, 0 without values."""
+        if self.is_code or self.is_object:
+            return 0.0
+        if self.rel_norm is None or not math.isfinite(self.max_abs):
+            return math.inf
+        return self.rel_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,4 +373,5 @@ def _difference(
         None if is_code else tally.cosine,
         is_object,
         is_code,
+        None if is_code else tally.rel_norm,
     )

@@ -96,6 +96,7 @@ def test_differences_are_those_that_torch_finds(dtype: torch.dtype, tmp_path: Pa
         assert found.cosine == pytest.approx(
             float((torch.vdot(a, b)).real / (a.norm() * b.norm())), abs=1e-12
         )
+        assert found.rel_norm == pytest.approx(float((a - b).norm() / a.norm()), rel=1e-9)
 
 
 def test_tolerance_nan_and_minus_zero(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_the_page_of_a_run_shows_its_numbers(run: Path, tmp_path: Path, page: Pa
     assert model["x"] == [1, 2, 3, 4] and model["y"] == [one.model for one in steps]
     assert optimizer["y"] == [one.optimizer for one in steps] and optimizer["y"][0] == 0
     assert other["y"] == [one.other for one in steps]
-    (loss,) = page.chart("metrics")
+    (loss,) = page.chart("metric-0")
     assert (loss["name"], loss["y"]) == ("loss", [4, 3, 2, 1])
     sealed = ckpt_tools.steps(run)[2].manifest
     assert sealed is not None
@@ -149,6 +149,7 @@ def test_the_page_of_a_checkpoint_shows_its_numbers(run: Path, tmp_path: Path, p
     assert sums["weights"] == sums["exp_avg"] == 4 * (3 * 420 + 84)
     (files,) = page.chart("files")
     assert files["y"] == [(run / "step-00000003" / "__0_0.distcp").stat().st_size]
+    page.page.click("#tensors .more")
     rows = page.rows("tensor-table")
     assert len(rows) == len(stats) and {row[0] for row in rows} == set(stats)
     page.page.fill("#tensors input", "layers.1.weight")
@@ -181,6 +182,51 @@ def test_the_keyboard_the_dark_and_paper(run: Path, tmp_path: Path, chromium: An
     context.close()
 
 
+def test_no_word_is_broken_and_every_label_can_be_read(
+    run: Path, tmp_path: Path, chromium: Any
+) -> None:
+    ckpt_tools.report(run / "step-00000003", output=tmp_path / "one.html")
+    context = chromium.new_context(offline=True, viewport={"width": 1280, "height": 800})
+    page = Page(context).open(tmp_path / "one.html")
+    lines = page.page.evaluate(
+        "[...document.querySelectorAll('td, th button')].map(c => {const r = document.createRange();"
+        " r.selectNodeContents(c); return new Set([...r.getClientRects()].map(b => b.top)).size})"
+    )
+    assert len(lines) > 50 and max(lines) == 1
+    (tree,) = page.chart("treemap")
+    colors = set(tree["marker"]["colors"])
+    assert tree["textfont"]["color"] == "#ffffff" and len(colors) >= 3
+    for color in colors:
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]
+        luminance = sum(w * v for w, v in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+        assert 1.05 / (luminance + 0.05) >= 4.5, color  # WCAG 2.2, 1.4.3
+    assert page.wrong == []
+    context.close()
+
+
+def test_the_page_says_what_is_there_twice_what_stood_still_and_what_check_says(
+    tmp_path: Path, page: Page
+) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(8, 8, bias=False), "b": nn.Linear(8, 8, bias=False)})
+    with torch.no_grad():
+        model["b"].weight.copy_(model["a"].weight)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    with CheckpointManager(tmp_path / "run", keep_last=None) as checkpoints:
+        for step in range(1, 4):
+            sum(model[k](torch.ones(1, 8)).sum() for k in "ab").backward()
+            optimizer.step()
+            checkpoints.save(step, {"model": model, "optimizer": optimizer})
+    ckpt_tools.report(tmp_path / "run", output=tmp_path / "run.html")
+    page.open(tmp_path / "run.html")
+    text = str(page.page.text_content("#check"))
+    told = [str(problem) for problem in ckpt_tools.check_run(tmp_path / "run")]
+    assert len(told) == 2 and all(problem in text for problem in told)
+    assert "2 of 8 tensors of step 3 (512 B) are the same as in step 2" in text
+    assert ["model.a.weight", "2", "256 B"] in page.rows("duplicate-table")
+    assert page.wrong == []
+
+
 def test_names_of_a_checkpoint_stay_text(tmp_path: Path, page: Page) -> None:
     state = {BAD_NAME: torch.ones(3), "x</script><img src=x onerror=alert(1)>": torch.ones(2)}
     save_file(state, tmp_path / "a.safetensors")
@@ -202,8 +248,21 @@ def test_two_checkpoints(run: Path, tmp_path: Path, page: Page) -> None:
     found = {d.fqn: d for d in ckpt_tools.diff(a, b).differences}
     rows = page.rows("difference-table")
     assert {row[0] for row in rows} == set(found)
+    norms = {
+        name: one.rel_norm
+        for name, one in found.items()
+        if not one.is_object and one.rel_norm is not None
+    }
     (bars,) = page.chart("largest")
-    assert sorted(v for v in bars["x"] if v is not None) == [v for v in bars["x"] if v is not None]
+    shown = dict(zip(bars["y"], bars["x"], strict=True))
+    assert shown == pytest.approx(
+        {n: v for n, v in norms.items() if n.startswith("model")}, rel=1e-3
+    )
+    assert bars["x"] == sorted(bars["x"])
+    (heat,) = page.chart("heat")
+    at = heat["y"].index("model.layers.*.weight")
+    want = [norms[f"model.layers.{n}.weight"] for n in range(3)]
+    assert heat["customdata"][at][-3:] == pytest.approx(want, rel=1e-3)
     assert "only in B" in str(page.page.text_content("#differences"))  # a is thinned
     assert page.wrong == []
 
@@ -220,7 +279,9 @@ def test_twenty_thousand_tensors_and_a_hundred_steps(tmp_path: Path, page: Page)
     page.open(tmp_path / "many.html")
     (heat,) = page.chart("heat")
     assert len(heat["x"]) == 200 and len(heat["y"]) == 100
-    assert len(page.rows("tensor-table")) == 200
+    assert len(page.rows("tensor-table")) == 25
+    page.page.click("#tensors .more")
+    assert len(page.rows("tensor-table")) == 100
     assert page.wrong == []
 
 

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from ckpt_tools.core.statistics import TensorStatistics
 from ckpt_tools.errors import CheckpointError, is_unreadable, printable, redacted
 from ckpt_tools.formats.registry import open_source
-from ckpt_tools.operations.check_run import step_problems
+from ckpt_tools.operations.check_run import step_problems, training_problems
 from ckpt_tools.operations.convert.flat_shapes import lay_beside
 from ckpt_tools.operations.diff import DiffResult, diff
 from ckpt_tools.operations.inspect import inspect
@@ -36,6 +36,7 @@ from ckpt_tools.version import __version__
 
 Values = dict[str, Any]
 _DIGITS = 4
+_GROUPS = 20  # of equal tensors, on the page
 
 
 def of_run_at(path: Path_, options: Mapping[str, Any] | None) -> Values | None:
@@ -117,6 +118,7 @@ def of_checkpoint(src: Path_, reads: bool, **options: Unpack[Reading]) -> Values
         "tensors": tensors,
         "num_objects": len(report.catalog.objects),
         "files": files,
+        "duplicates": _duplicates(manifest),
     }
 
 
@@ -187,6 +189,9 @@ def of_run(root: RunRoot, name: str, steps_there: Sequence[Step]) -> Values:
         "steps": steps,
         "reclaimable": sum(one.reclaimable for one in found),
         "problems": problems,
+        "findings": [str(problem) for problem in training_problems(steps_there)],
+        "duplicates": _duplicates(manifest),
+        "unchanged": _unchanged([s for s in sound if s.manifest is not None]),
         "unreadable": [s.step.number for s in found if s.step.error is not None],
         "not_finite": not_finite,
         "newest": newest.number if newest is not None else None,
@@ -201,12 +206,16 @@ def of_run(root: RunRoot, name: str, steps_there: Sequence[Step]) -> Values:
 
 
 def of_difference(a: Path_, b: Path_, **options: Unpack[Reading]) -> Values:
-    """Returns the differences of two checkpoints, the largest first.
+    """Returns the differences of two checkpoints: weights first, and of them the largest.
 
     Raises:
         CheckpointError: one of them cannot be read.
     """
     result = diff(a, b, **options)
+    ordered = sorted(
+        result.differences,
+        key=lambda d: (d.is_code or d.is_object, state_kind(d.fqn) != WEIGHTS, -d.size),
+    )
     rows: list[Values] = [
         {
             "name": printable(d.fqn),
@@ -214,13 +223,14 @@ def of_difference(a: Path_, b: Path_, **options: Unpack[Reading]) -> Values:
             "different": d.num_different,
             "max_abs": _number(d.max_abs),
             "max_rel": _number(d.max_rel),
+            "rel_norm": None if d.rel_norm is None else _number(d.rel_norm),
             "angle": None if d.cosine is None else _number(1 - d.cosine),
+            "kind": "object" if d.is_object else state_kind(d.fqn),
             "is_code": d.is_code,
             "is_object": d.is_object,
         }
-        for d in result.differences
+        for d in ordered
     ]
-    rows.sort(key=_by_size)
     changed = [
         {
             "name": printable(c.fqn),
@@ -245,12 +255,6 @@ def of_difference(a: Path_, b: Path_, **options: Unpack[Reading]) -> Values:
         "problems": [],
         "not_finite": [],
     }
-
-
-def _by_size(row: Values) -> float:
-    """Returns a key that sorts the largest relative difference first, and NaN before all."""
-    found = 0.0 if row["is_code"] else row["max_rel"]
-    return -math.inf if found is None else -float(found)
 
 
 # ---- parts ---------------------------------------------------------------------------------------
@@ -287,6 +291,55 @@ def _tensor(
         "nan": found.num_nan if found else None,
         "inf": found.num_inf if found else None,
         "change": _number(found.change_rms) if found else None,
+    }
+
+
+def _duplicates(manifest: Manifest | None) -> Values:
+    """Returns which bytes of a checkpoint are there more than once, by the fingerprints.
+
+    `nbytes` are the bytes of the repetitions, and `groups` the largest groups of equal tensors.
+    """
+    if manifest is None:
+        return {"nbytes": 0, "groups": []}
+    names: dict[tuple[object, ...], list[str]] = {}
+    for fqn, tensor in manifest.tensors.items():
+        if nbytes_of(tensor):
+            key = tensor.fingerprint, tensor.dtype, tensor.shape
+            names.setdefault(key, []).append(fqn)
+    found = sorted(
+        (
+            ((len(same) - 1) * nbytes_of(manifest.tensors[same[0]]), len(same), printable(same[0]))
+            for same in names.values()
+            if len(same) > 1
+        ),
+        reverse=True,
+    )
+    return {
+        "nbytes": sum(nbytes for nbytes, _, _ in found),
+        "groups": [
+            {"nbytes": nbytes, "count": count, "name": name}
+            for nbytes, count, name in found[:_GROUPS]
+        ],
+    }
+
+
+def _unchanged(steps: Sequence[Step]) -> Values | None:
+    """Returns the tensors of the newest step that equal those of the step before."""
+    if len(steps) < 2:
+        return None
+    before, newest = (step.manifest for step in steps[-2:])
+    assert before is not None and newest is not None
+    same = [
+        tensor
+        for fqn, tensor in newest.tensors.items()
+        if fqn in before.tensors and before.tensors[fqn].fingerprint == tensor.fingerprint
+    ]
+    return {
+        "step": steps[-1].number,
+        "before": steps[-2].number,
+        "count": len(same),
+        "of": len(newest.tensors),
+        "nbytes": sum(map(nbytes_of, same)),
     }
 
 
