@@ -93,12 +93,12 @@ def imported(tree: ast.Module) -> dict[str, Any]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ckpt_tools"):
             assert importlib.util.find_spec(node.module or ""), node.module
-            try:
-                module = importlib.import_module(node.module or "")
-            except ImportError:  # of a trainer that has an environment of its own
-                continue
             for one in node.names:
-                assert hasattr(module, one.name), f"{node.module} has no {one.name}"
+                try:
+                    module = importlib.import_module(node.module or "")
+                    assert hasattr(module, one.name), f"{node.module} has no {one.name}"
+                except ImportError:  # of a trainer that has an environment of its own
+                    continue
                 names[one.asname or one.name] = getattr(module, one.name)
     return names
 
