@@ -165,9 +165,9 @@ def diff(
     """Compare names, shapes, types and values of two checkpoints. Exit status 0 if equal, 1 if not.
 
     For each tensor that differs, it shows how many elements differ, the norm of the difference by
-    the norm of A, the largest difference, the cosine, and the first element. A tensor with the same fingerprint in
-    both manifests is not read. Checkpoints without a common name are compared by the names of
-    merge. Other exit statuses are errors.
+    the norm of A, the largest difference, the cosine, and the first element. A tensor with the same
+    fingerprint in both manifests is not read. Checkpoints without a common name are compared by the
+    names of merge. Other exit statuses are errors.
     """
     from ckpt_tools.cli import findings as verdicts
     from ckpt_tools.operations.diff import diff as operation

@@ -56,6 +56,7 @@ class Chunks(Sequence[Chunk]):
     """
 
     __slots__ = ()
+    has_columns = False
 
     def under(self, renamed: Callable[[tuple[str, ...]], tuple[str, ...]]) -> Chunks:
         """Returns the same chunks with other file names, which a function returns for tuples."""

@@ -50,6 +50,7 @@ class ChunkTable(Chunks):
         packing: of all extents.
     """
 
+    has_columns = True
     __slots__ = ("files", "names", "nbytes", "offsets", "packing", "sizes", "starts")
 
     def __init__(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ckpt_tools.core.box import Box, whole
 from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
-from ckpt_tools.core.chunk_table import ChunkTable
+from ckpt_tools.core.tables import is_table
 from ckpt_tools.errors import CatalogError, printable
 
 _MOST_PROVED = 4096
@@ -112,15 +112,10 @@ def _check_extent(catalog: Catalog, fqn: str, extent: Extent, least: int) -> Cat
 
 def _are_apart(catalog: Catalog) -> bool:
     """Tells whether no two entries share bytes. False may also mean that the arrays cannot tell."""
-    many = [t.chunks for t in catalog.tensors.values() if isinstance(t.chunks, ChunkTable)]
+    many = [t.chunks for t in catalog.tensors.values() if is_table(t.chunks)]
     if not many or catalog.archives or catalog.memory_files:
         return False
-    few = [
-        c.extent
-        for t in catalog.tensors.values()
-        if not isinstance(t.chunks, ChunkTable)
-        for c in t.chunks
-    ]
+    few = [c.extent for t in catalog.tensors.values() if not is_table(t.chunks) for c in t.chunks]
     few += [o.extent for o in catalog.objects.values()]
     # two tables of names (a model's folder and an optimizer's) may not share a file
     tables = {id(chunks.names): chunks.names for chunks in many}

@@ -11,7 +11,6 @@ from typing import Unpack
 
 from ckpt_tools.core.box import Box, whole
 from ckpt_tools.core.catalog import Catalog, TensorEntry
-from ckpt_tools.core.chunk_table import ChunkTable
 from ckpt_tools.core.dtypes import BY_NAME, SHORT_NAMES, DType
 from ckpt_tools.core.naming import (
     key_path,
@@ -22,6 +21,7 @@ from ckpt_tools.core.naming import (
 from ckpt_tools.core.placements import reshard_boxes, split
 from ckpt_tools.core.quantized import beside_codes, described, may_be_codes, weights_in
 from ckpt_tools.core.selection import check_globs, chooser, keep, matcher, refuse_unread, rename
+from ckpt_tools.core.tables import is_table
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import safetensors, torch_save
 from ckpt_tools.formats.dcp import format as dcp
@@ -395,7 +395,7 @@ def left_out(
     taken = {
         c.extent
         for t in after.tensors.values()
-        for c in (t.chunks[:1] if isinstance(t.chunks, ChunkTable) else t.chunks)
+        for c in (t.chunks[:1] if is_table(t.chunks) else t.chunks)
     }
     left: dict[str, int] = {}
     for fqn, entry in before.tensors.items():

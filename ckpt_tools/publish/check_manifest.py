@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.core.catalog import Payloads
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Plan, plan_files
 from ckpt_tools.core.threads import num_threads
-from ckpt_tools.engine.execute import execute_batches
-from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, shares, tile_bytes
-from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import (
     CheckpointError,
     IntegrityError,
@@ -24,6 +21,9 @@ from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.ranks.base import ALONE, Group
 from ckpt_tools.storage import Store, read
 from ckpt_tools.storage.retries import read_again_if_wrong
+
+if TYPE_CHECKING:  # the engine needs NumPy, and `ckpt ls` starts without
+    from ckpt_tools.engine.sinks import HashSink
 
 MISSING = "is missing"
 
@@ -50,9 +50,18 @@ class Problem(NamedTuple):
         return f"{printable(self.file)} {self.what}"
 
 
-def list_sealed(manifest: Manifest, store: Store) -> dict[str, int]:
-    """Returns the files beside a manifest, and those in folders that it lists, with their bytes."""
-    files = dict(store.list_files(below=any("/" in name for name in manifest.files)))
+def list_sealed(
+    manifest: Manifest, store: Store, known: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Returns the files beside a manifest, and those in folders that it lists, with their bytes.
+
+    Args:
+        manifest: of the directory.
+        store: the directory.
+        known: its listing, if that is known.
+    """
+    has_folders = any("/" in name for name in manifest.files)
+    files = dict(store.list_files(has_folders) if known is None or has_folders else known)
     for name in manifest.files:
         if name.count("/") > 1:  # deeper than a listing goes
             try:
@@ -63,13 +72,18 @@ def list_sealed(manifest: Manifest, store: Store) -> dict[str, int]:
     return files
 
 
-def compare_names(manifest: Manifest, store: Store) -> Iterator[Problem]:
+def compare_names(
+    manifest: Manifest, store: Store, known: Mapping[str, int] | None = None
+) -> Iterator[Problem]:
     """Yields the problems with names and sizes, and with the index, which is small and read.
+
+    Args:
+        manifest, store, known: as for `list_sealed`.
 
     Raises:
         StorageError: a file cannot be read, so nothing is known about it.
     """
-    files = list_sealed(manifest, store)
+    files = list_sealed(manifest, store, known)
     needed = {*manifest.files, *(manifest.index or ())[:1]}
     if not needed <= files.keys():
         refuse_strays(store, needed)
@@ -115,6 +129,9 @@ def hash_files(
         advance: called with bytes done.
         group: reads a share each, and all of it becomes known to all.
     """
+    from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, tile_bytes
+    from ckpt_tools.engine.sinks import HashSink
+
     jobs, sink = num_threads(jobs), HashSink()
     execute_shared(
         plan_files(files),
@@ -142,6 +159,9 @@ def execute_shared(
     """Hashes what a plan reads, a share by each member of a group; all fingerprints are then known
     to all.
     """
+    from ckpt_tools.engine.execute import execute_batches
+    from ckpt_tools.engine.schedule import schedule, shares
+
     with group.phase("read"):
         execute_batches(
             schedule(plan, located, *tiles, shares(plan, group.size)[group.rank]),
@@ -155,20 +175,26 @@ def execute_shared(
             found.share(group)
 
 
-def first_problem(manifest: Manifest, store: Store, reads_all: bool = False) -> str:
+def first_problem(
+    manifest: Manifest,
+    store: Store,
+    reads_all: bool = False,
+    known: Mapping[str, int] | None = None,
+) -> str:
     """Returns the first problem; "" if there is none. Wrong bytes of a remote store are read again.
 
     Args:
         manifest: of the checkpoint.
         store: its files.
         reads_all: also read every byte.
+        known: the listing, if that is known.
 
     Raises:
         StorageError: it cannot be read, so nothing is known.
     """
 
     def check() -> None:
-        found = next(compare_names(manifest, store), None)
+        found = next(compare_names(manifest, store, known), None)
         if found is None and reads_all:
             files = {name: sealed.nbytes for name, sealed in manifest.files.items()}
             found = next(compare_bytes(manifest, hash_files(store, files)), None)

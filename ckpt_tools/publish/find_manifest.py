@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from ckpt_tools.core.checksum import crc64nvme, hex64
@@ -21,12 +22,22 @@ _MOST_NAMES = 8  # of an error
 _MAX_BYTES = 128 << 20  # JSON takes up to twenty times its length in memory
 
 
-def names_in(store: Store, beside: str = "") -> list[str]:
-    """Returns the names of the manifests in a directory, or of those of one file in it."""
-    return [name for name in store.list_files() if note_of(name) == (MANIFEST, short_name(beside))]
+def names_in(store: Store, beside: str = "", files: Iterable[str] | None = None) -> list[str]:
+    """Returns the names of the manifests in a directory, or of those of one file in it.
+
+    Args:
+        store: the directory.
+        beside: the file.
+        files: its listing, if that is known.
+    """
+    wanted = MANIFEST, short_name(beside)
+    names = store.list_files() if files is None else files
+    return [name for name in names if note_of(name) == wanted]
 
 
-def find_manifest(store: Store, beside: str = "") -> Manifest | None:
+def find_manifest(
+    store: Store, beside: str = "", files: Mapping[str, int] | None = None
+) -> Manifest | None:
     """Returns the manifest in a directory, or that of one file in it; None if there is none.
 
     A crash may leave several, and so may an object store in which one attempt has just taken the
@@ -35,15 +46,17 @@ def find_manifest(store: Store, beside: str = "") -> Manifest | None:
     Args:
         store: the directory.
         beside: the file.
+        files: its listing, if that is known.
 
     Raises:
         FormatError: it is malformed, or of several none fits or more than one.
     """
-    names = names_in(store, beside)
+    files = store.list_files() if files is None else files
+    names = names_in(store, beside, files)
     if len(names) < 2:
         return read_manifest(store, names[0]) if names else None
     fit: Manifest | None = None
-    num_fit, crcs, files = 0, dict[str, str](), store.list_files()
+    num_fit, crcs = 0, dict[str, str]()
     for name in names:  # one at a time: each may take much memory
         found = read_manifest(store, name)
         file, sealed = (beside, found.files.get(beside)) if beside else found.index or ("", None)

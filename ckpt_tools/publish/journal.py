@@ -22,9 +22,9 @@ from typing import Any
 
 from ckpt_tools.core.catalog import Extent
 from ckpt_tools.core.checksum import crc64nvme, hex64
-from ckpt_tools.core.chunk_table import ChunkTable
 from ckpt_tools.core.logs import log
 from ckpt_tools.core.plan import Plan, plan_objects
+from ckpt_tools.core.tables import is_table
 from ckpt_tools.engine.crc_watch import CrcWatch
 from ckpt_tools.engine.execute import BatchResult
 from ckpt_tools.engine.fingerprints import HashedRange, HashedRanges, TensorHashes
@@ -66,7 +66,7 @@ def identify(operation: str, plan: Plan, source: Store, changes: str) -> str:
         chunks = tensor.chunks
         take(tensor.fqn, tensor.shape, tensor.src_dtype.name, tensor.dst_dtype.name, tensor.slots)
         files |= chunks.file_names()
-        if isinstance(chunks, ChunkTable):
+        if is_table(chunks):
             if chunks.names is not names:  # one table for all tensors
                 names = chunks.names
                 take(names)

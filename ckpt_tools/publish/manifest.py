@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ckpt_tools.core.box import whole
@@ -184,7 +185,7 @@ _OPTIONAL = ("ranges", "statistics", "tied_to")  # absent rather than empty
 _KEYS = {"ranges": "runs"}  # in the text, if it differs from the field
 _TABLES = ("files", "tensors", "objects", "pickles")  # a line for each entry
 _OMITTED = ("metrics", "timing", "objects", "pickles")  # absent rather than empty
-_HEX = re.compile(r"[0-9a-f]+")
+_HEX, _HEX_DIGITS = re.compile(r"[0-9a-f]*"), 16
 _OWN = re.compile(rb',\n "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
 
 
@@ -228,7 +229,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
             timing=_numbers("timing", body.get("timing", {})),
             files={str(name): _sealed(entry) for name, entry in body["files"].items()},
             index=None if index is None else (str(index["name"]), _sealed(index)),
-            tensors={str(fqn): _sealed_tensor(entry) for fqn, entry in body["tensors"].items()},
+            tensors=_tensors(body["tensors"]),
             objects={str(fqn): _sealed(entry) for fqn, entry in body.get("objects", {}).items()},
             pickles={str(name): _pickle(entry) for name, entry in body.get("pickles", {}).items()},
         )
@@ -310,28 +311,41 @@ def _count(value: object, what: str) -> int:
     return value
 
 
-def _shape(dims: object) -> tuple[int, ...]:
-    if not isinstance(dims, list) or len(dims) > MAX_DIMS:
+def _tensors(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, SealedTensor]:
+    """Returns the tensors of a manifest.
+
+    All are checked together, because a run of a thousand steps has a million of them.
+    """
+    found = entries.values()
+    dtypes = [str(entry["dtype"]) for entry in found]
+    fingerprints = [entry["fingerprint"] for entry in found]
+    if any(len(one) != _HEX_DIGITS for one in fingerprints) or not _HEX.fullmatch(
+        "".join(fingerprints)
+    ):
+        raise ValueError("a fingerprint is no checksum of 16 hex digits")
+    lists = [entry["shape"] for entry in found]
+    if any(type(dims) is not list or len(dims) > MAX_DIMS for dims in lists):
         raise ValueError(f"a shape is no list of at most {MAX_DIMS} numbers")
-    numel = 1
-    for dim in dims:
-        numel *= _count(dim, "a dim")
-        _count(numel, "the number of elements")
-    return tuple(dims)
+    shapes = list(map(tuple, lists))
+    counts = [*chain.from_iterable(shapes), *map(math.prod, shapes)]
+    if (
+        {*map(type, counts)} - {int}
+        or min(counts, default=0) < 0
+        or max(counts, default=0) >= 1 << 62
+    ):
+        raise ValueError("a dim, or the number of elements, is no number from 0 to 2**62")
+    measured = [
+        None
+        if (values := entry.get("statistics")) is None
+        else unpack_statistics(dtype, shape, values)
+        for entry, dtype, shape in zip(found, dtypes, shapes, strict=True)
+    ]
+    tied = [str(entry.get("tied_to", "")) for entry in found]
+    tensors = map(SealedTensor, dtypes, shapes, fingerprints, measured, tied)
+    return dict(zip(entries, tensors, strict=True))
 
 
-def _sealed_tensor(entry: Mapping[str, Any]) -> SealedTensor:
-    shape, found = _shape(entry["shape"]), entry.get("statistics")
-    return SealedTensor(
-        str(entry["dtype"]),
-        shape,
-        _hex(entry["fingerprint"]),
-        None if found is None else unpack_statistics(str(entry["dtype"]), shape, found),
-        str(entry.get("tied_to", "")),
-    )
-
-
-def _hex(value: object, digits: int = 16) -> str:
+def _hex(value: object, digits: int = _HEX_DIGITS) -> str:
     if not isinstance(value, str) or len(value) != digits or not _HEX.fullmatch(value):
         raise ValueError(f"not a checksum: {value!r}")
     return value

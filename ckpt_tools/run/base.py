@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +17,7 @@ from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.storage import Store
 
 GRACE_S = 24 * 3600.0
+_MOST_SEEN = 200_000
 
 
 def log_leftovers(found: Sequence[Leftover]) -> None:
@@ -34,14 +36,46 @@ class RootEntries(NamedTuple):
     files: Sequence[str]
 
 
-class RunRoot(Protocol):
-    """The directory or prefix that holds the steps of one run.
+class Looks:
+    """What `step.look` has found out about sealed steps, by their names.
 
-    `looks` has what `steps.look` has found out about a step of a bucket, by its name, with the
-    listing of that time. A directory has none: it costs little to look again.
+    Each is known with the listing of its files at that time, and counts only while it is the same.
+    All of them have at most `_MOST_SEEN` tensors in their manifests.
     """
 
-    looks: dict[str, tuple[object, Any]]
+    def __init__(self) -> None:
+        """Knows nothing."""
+        self._known: dict[str, tuple[object, Any, int]] = {}
+        self._held, self._lock = 0, threading.Lock()
+
+    def get(self, name: str, listing: object) -> Any:
+        """Returns what is known of a step with this listing; None for nothing."""
+        known = self._known.get(name)
+        return known[1] if known is not None and known[0] == listing else None
+
+    def add(self, name: str, listing: object, step: Any, num_tensors: int) -> None:
+        """Keeps a step, if there is room for the tensors of its manifest."""
+        with self._lock:
+            self._drop(name)
+            if self._held + num_tensors <= _MOST_SEEN:
+                self._known[name] = (listing, step, num_tensors)
+                self._held += num_tensors
+
+    def keep(self, names: Container[str]) -> None:
+        """Forgets all steps but those of these names."""
+        with self._lock:
+            for name in [name for name in self._known if name not in names]:
+                self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        if (known := self._known.pop(name, None)) is not None:
+            self._held -= known[2]
+
+
+class RunRoot(Protocol):
+    """The directory or prefix that holds the steps of one run."""
+
+    looks: Looks
 
     @property
     def path(self) -> Path | str:
@@ -51,6 +85,13 @@ class RunRoot(Protocol):
     @property
     def options(self) -> Mapping[str, Any] | None:
         """Returns the options of the object store, in fsspec's form; None for a directory."""
+        ...
+
+    def snapshot(self, store: Store) -> object:
+        """Returns a value that changes when a file of a step is added, removed or changed.
+
+        Returns None where that is not certain.
+        """
         ...
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from typing import Any
+from typing import Any, cast
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import StorageError, printable
@@ -15,8 +15,8 @@ from ckpt_tools.publish.bucket.lease import Lease, is_leased
 from ckpt_tools.publish.bucket.leftovers import files_of_attempts, remove_abandoned
 from ckpt_tools.publish.find_manifest import names_in
 from ckpt_tools.publish.manifest import Manifest
-from ckpt_tools.run.base import GRACE_S, RootEntries
-from ckpt_tools.storage import RemoteStore, read, write_file
+from ckpt_tools.run.base import GRACE_S, Looks, RootEntries
+from ckpt_tools.storage import RemoteStore, Store, read, write_file
 
 
 class BucketRoot:
@@ -33,7 +33,7 @@ class BucketRoot:
         self._listed: RemoteStore | None = None
         self._folders: Mapping[str, RemoteStore] = {}
         self._lease: Lease | None = None
-        self.looks: dict[str, tuple[object, Any]] = {}
+        self.looks = Looks()
 
     def _store(self, name: str = "") -> RemoteStore:
         return RemoteStore(f"{self.path}/{name}" if name else self.path, self.options)
@@ -53,8 +53,18 @@ class BucketRoot:
     def entries(self) -> RootEntries:
         self._listed = store = self._store()
         self._folders = store.enter_all()
-        self.looks = {n: look for n, look in self.looks.items() if n in self._folders}
+        self.looks.keep(self._folders)
         return RootEntries(self._folders, list(store.list_files()))
+
+    def snapshot(self, store: Store) -> object:
+        bucket = cast(RemoteStore, store)
+        try:
+            files = bucket.list_files()
+            found = [(name, size, bucket.version(name)) for name, size in files.items()]
+            is_known = all(version for *_, version in found) and not bucket.folders()
+            return found if is_known else None
+        except StorageError:
+            return None  # the look says so
 
     def check_writable(self) -> None:
         self._store().check_writable()

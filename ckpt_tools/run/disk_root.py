@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
@@ -34,10 +35,11 @@ from ckpt_tools.publish.disk.staging import (
 from ckpt_tools.publish.find_manifest import noted_by_host
 from ckpt_tools.publish.manifest import Manifest, SealedFile, file_name
 from ckpt_tools.publish.step_names import is_step_name
-from ckpt_tools.run.base import GRACE_S, RootEntries
-from ckpt_tools.storage import LocalStore, read, write_file
+from ckpt_tools.run.base import GRACE_S, Looks, RootEntries
+from ckpt_tools.storage import LocalStore, Store, read, write_file
 from ckpt_tools.storage.local import failed
 
+_SETTLED_NS = 2_000_000_000  # a change after this time has another time
 _OF_THE_DISK = "lost+found"  # of the top of a file system, for root alone
 
 
@@ -51,7 +53,7 @@ class LocalRoot:
     can_rename = True
 
     def __init__(self, path: Path) -> None:
-        self.path, self.looks = path, dict[str, tuple[object, Any]]()
+        self.path, self.looks = path, Looks()
 
     def exists(self) -> bool:
         return self.path.is_dir()
@@ -94,10 +96,26 @@ class LocalRoot:
             raise NotACheckpointError(f"not a directory: {where}", hint=hint) from None
         except OSError as error:
             raise failed("list", self.path, error) from error
+        folders = {e.name: LocalStore(e.path) for e in found if _is_folder(e)}
+        self.looks.keep(folders)
         return RootEntries(
-            {e.name: LocalStore(e.path) for e in found if _is_folder(e)},
+            folders,
             [e.name for e in found if e.is_file(follow_symlinks=False)],
         )
+
+    def snapshot(self, store: Store) -> object:
+        latest, found = time.time_ns() - _SETTLED_NS, []
+        try:
+            with os.scandir(store.url) as entries:
+                for entry in entries:
+                    at = entry.stat()
+                    if stat.S_ISDIR(at.st_mode) or at.st_ctime_ns > latest:
+                        return None
+                    times = at.st_mtime_ns, at.st_ctime_ns
+                    found.append((entry.name, at.st_dev, at.st_ino, at.st_size, *times))
+        except OSError:
+            return None  # the look says so
+        return sorted(found)
 
     def check_writable(self) -> None:
         """Does nothing: the claim tells."""

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from ckpt_tools.storage import RemoteStore
 
 _UNFINISHED = "no .metadata: the save never finished"
-_MOST_SEEN = 200_000  # tensors in the manifests that a root keeps in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,34 +161,18 @@ def open_step(step: Step) -> Source:
 def look(root: RunRoot, number: int | None, store: Store) -> Step:
     """Looks at one step of a run, as `look_at` does.
 
-    In a bucket, nothing is read again of a step whose files are those of an earlier look.
+    Nothing is read again of a step whose files are those of an earlier look.
     """
     name = store.url.rstrip("/").rpartition("/")[2]
-    listing = _listing(store)
-    known = root.looks.get(name)
-    if listing is not None and known is not None and known[0] == listing:
-        step: Step = known[1]
-        return replace(step, store=store)
+    listing = root.snapshot(store)
+    known: Step | None = root.looks.get(name, listing) if listing is not None else None
+    if known is not None:
+        return replace(known, store=store)
     step = look_at(number, store)
     if None not in (listing, number, step.manifest) and not step.problem:
         assert step.manifest is not None
-        held = sum(len(then[1].manifest.tensors) for then in list(root.looks.values()))
-        if held + len(step.manifest.tensors) <= _MOST_SEEN:
-            root.looks[name] = (listing, replace(step, store=None))
+        root.looks.add(name, listing, replace(step, store=None), len(step.manifest.tensors))
     return step
-
-
-def _listing(store: Store) -> object:
-    """Returns the names, sizes and versions of a step's files; None where versions are unknown."""
-    bucket = _as_bucket(store)
-    if bucket is None:
-        return None
-    try:
-        found = [(name, size, bucket.version(name)) for name, size in bucket.list_files().items()]
-        is_known = all(version for *_, version in found) and not bucket.folders()
-        return found if is_known else None
-    except StorageError:
-        return None  # the look says so
 
 
 def look_at(number: int | None, store: Store | Path) -> Step:
@@ -203,11 +186,11 @@ def look_at(number: int | None, store: Store | Path) -> Step:
     path = place_of(store.url)
     try:
         files = store.list_files()
-        manifest = find_manifest(store)
+        manifest = find_manifest(store, files=files)
         problem = (
             _foreign_problem(store)
             if manifest is None
-            else first_problem(manifest, store) or _other_number(number, manifest)
+            else first_problem(manifest, store, known=files) or _other_number(number, manifest)
         )
         return Step(
             number or 0, path, sum(files.values()), manifest, problem, store, is_pinned=PIN in files

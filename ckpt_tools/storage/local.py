@@ -13,6 +13,7 @@ import stat
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 
 from ckpt_tools.errors import StorageError, printable
@@ -97,13 +98,19 @@ class LocalStore:
         """
         self._fds: dict[str, int] = {}
         self._lock = threading.Lock()
-        self.root = Path(os.path.realpath(root))
-        self._follows, self._blobs = follows, _blobs_of(self.root)
+        self._root = os.path.realpath(root)
+        self._below = self._root.rstrip("/") + "/"
+        self._follows, self._blobs = follows, _blobs_of(self._root)
         self.url = str(root)
+
+    @cached_property
+    def root(self) -> Path:
+        """The real path of the directory."""
+        return Path(self._root)
 
     def list_files(self, below: bool = False) -> Mapping[str, int]:
         try:
-            found = sorted(os.scandir(self.root), key=lambda e: e.name)
+            found = sorted(os.scandir(self._root), key=lambda e: e.name)
             files = {
                 e.name: e.stat().st_size for e in found if _is_file(e) and self._lies_inside(e)
             }
@@ -181,18 +188,19 @@ class LocalStore:
 
     def _is_inside(self, path: str) -> bool:
         real = _real_path(path)
-        if real is None:
-            return False
-        is_given = bool(self._follows) and path == os.path.join(self.root, self._follows)
+        return real is not None and self._may_read(real, path)
+
+    def _may_read(self, real: str, path: str) -> bool:
+        """Tells whether a real path lies within the root, or where a link of it may lead."""
         return (
-            real.is_relative_to(self.root)
-            or (self._blobs is not None and real.parent == self._blobs)
-            or is_given
+            real.startswith(self._below)
+            or (self._blobs is not None and os.path.dirname(real) == self._blobs)
+            or (bool(self._follows) and path == self._below + self._follows)
         )
 
     def blob_name(self, path: str) -> str:
-        real = Path(os.path.realpath(os.path.join(self.root, check_path(path, str(self.root)))))
-        return real.name if self._blobs is not None and real.parent == self._blobs else ""
+        folder, name = os.path.split(os.path.realpath(self._below + check_path(path, self._root)))
+        return name if self._blobs is not None and folder == self._blobs else ""
 
     def strays(self) -> Mapping[str, str]:
         try:
@@ -219,14 +227,9 @@ class LocalStore:
         return fd
 
     def _open_regular(self, path: str) -> int:
-        full = os.path.join(self.root, check_path(path, str(self.root)))
-        if not self._is_inside(full):
-            raise StorageError(
-                f"a file is a link that leads out of the checkpoint: {printable(path)} ->"
-                f" {printable(str(_real_path(full)))}"
-            )
+        full = self._below + check_path(path, self._root)
         try:
-            fd = with_room(os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+            fd = with_room(self._open_within(path, full))
         except OSError as error:
             raise failed("open", full, error) from error
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -239,46 +242,55 @@ class LocalStore:
             )
         return fd
 
+    def _open_within(self, path: str, full: str) -> int:
+        """Opens a file. Only a link, or one in the place of a folder, needs a look at its path."""
+        how = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        if "/" not in path:
+            try:
+                return os.open(full, how | os.O_NOFOLLOW)
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+        if not self._is_inside(full):
+            raise StorageError(
+                f"a file is a link that leads out of the checkpoint: {printable(path)} ->"
+                f" {printable(str(_real_path(full)))}"
+            )
+        return os.open(full, how)
+
     def _is_within(self, fd: int, full: str) -> bool:
         """Tells whether an open file lies within the root.
 
         Between the check of the path and the opening, a link may have replaced the file.
         """
         try:
-            real = Path(os.readlink(f"/proc/self/fd/{fd}"))
+            real = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:  # without /proc, check the path again
             return self._is_inside(full)
         # it was replaced after the opening, so it is the requested file
-        is_gone = real.name.endswith(" (deleted)") and not real.exists()
-        is_given = bool(self._follows) and full == os.path.join(self.root, self._follows)
-        return (
-            real.is_relative_to(self.root)
-            or (self._blobs is not None and real.parent == self._blobs)
-            or is_given
-            or (is_gone and self._is_inside(full))
-        )
+        is_gone = real.endswith(" (deleted)") and not os.path.exists(real)
+        return self._may_read(real, full) or (is_gone and self._is_inside(full))
 
 
-def _real_path(path: str) -> Path | None:
+def _real_path(path: str) -> str | None:
     """Returns the real path; None if the path keeps changing."""
     for _ in range(_LOOKS):
         try:
-            return Path(os.path.realpath(path))
+            return os.path.realpath(path)
         except OSError:  # a link was replaced by a file between two system calls
             continue
     return None
 
 
-def _blobs_of(root: Path) -> Path | None:
+def _blobs_of(root: str) -> str | None:
     """Returns the blobs directory for a snapshot of a Hugging Face cache, else None.
 
     It is `X/blobs` for `X/snapshots/REVISION` and directories below.
     """
-    for place in (root, *root.parents):
-        if place.parent.name == "snapshots":
-            blobs = place.parent.parent / "blobs"
-            return blobs if blobs.is_dir() and not blobs.is_symlink() else None
-    return None
+    if "/snapshots/" not in root:
+        return None
+    blobs = os.path.join(root.rpartition("/snapshots/")[0], "blobs")
+    return blobs if os.path.isdir(blobs) and not os.path.islink(blobs) else None
 
 
 class PinnedStore(LocalStore):

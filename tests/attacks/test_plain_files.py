@@ -26,7 +26,7 @@ WRITERS = {
     "cli/process.py",
     "ranks/base.py",  # the file that torchrun names
     "files.py",  # of training
-    "prepare.py",  # opens a new file only, and renames it
+    "extras/prepare.py",  # opens a new file only, and renames it
 }
 
 

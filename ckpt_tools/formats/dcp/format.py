@@ -26,10 +26,10 @@ from ckpt_tools.core.catalog import (
     TensorEntry,
 )
 from ckpt_tools.core.checksum import LateChecksums
-from ckpt_tools.core.chunk_table import ChunkTable
 from ckpt_tools.core.dtypes import DType, by_name
 from ckpt_tools.core.memory import no_gc, trim
 from ckpt_tools.core.plan import Literal, Slot, Target, Trailer
+from ckpt_tools.core.tables import is_table
 from ckpt_tools.errors import (
     CatalogError,
     CheckpointError,
@@ -163,7 +163,7 @@ def _set_aside(entries: dict[str, TensorEntry], store: Store, aside: _UnreadTens
     Only archives that are too short for their elements are opened.
     """
     for fqn, entry in list(entries.items()):
-        if isinstance(entry.chunks, ChunkTable):
+        if is_table(entry.chunks):
             continue
         short = next(
             (
@@ -223,7 +223,7 @@ def _resolve_all(
     """
     for fqn, entry in list(entries.items()):
         is_complex = entry.dtype.name in ("complex64", "complex128")
-        if not is_complex or isinstance(entry.chunks, ChunkTable):
+        if not is_complex or is_table(entry.chunks):
             continue
         items = [_pending_item(chunk.extent, store) for chunk in entry.chunks]
         if not any(items):

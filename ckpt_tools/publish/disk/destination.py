@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.core.plan import Literal
 from ckpt_tools.errors import PlanError, StorageError, printable
-from ckpt_tools.publish import journal
 from ckpt_tools.publish.base import Attempt, Destination
 from ckpt_tools.publish.check_manifest import hash_files
 from ckpt_tools.publish.disk import commit
@@ -202,6 +201,8 @@ class LocalAttempt(Attempt):
             if there.get(name) != nbytes:
                 (self.folder / name).unlink(missing_ok=True)
                 own.create(name, nbytes).abort()
+        from ckpt_tools.publish import journal
+
         for name in there.keys() - files.keys():
             if not PurePath(name).match(journal.GLOB) and not name.startswith(MARK):
                 (self.folder / name).unlink()
@@ -219,6 +220,8 @@ class LocalAttempt(Attempt):
         for literal in (manifest, index):
             if literal is not None:
                 write_file(self._staging.open(), literal.file, literal.data)
+        from ckpt_tools.publish import journal  # with NumPy, and `ckpt ls` starts without
+
         journal.remove_journals(self.folder)
         if self._accept is not None:
             self._accept(str(self.folder))
