@@ -138,6 +138,8 @@ SCHEMES = (
     Scheme("HQQ", "W_q", ("{P}scale",), ("{P}zero",), None, ("hqq",)),
 )
 _BY_NAME = {scheme.name: scheme for scheme in SCHEMES}
+# how the first name ends that each scheme needs
+_COMPANION_ENDINGS = tuple(scheme.needs[0].partition("}")[2] for scheme in SCHEMES)
 _SHORT_INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32")
 _PACKED_BITS = 32  # of an element of packed codes
 
@@ -157,8 +159,14 @@ def mark_quantized(catalog: Catalog) -> Catalog:
 def find_quantized(tensors: Mapping[str, TensorEntry]) -> dict[str, QuantizedWeight]:
     """Returns the quantized weight that each tensor is a part of; only of such tensors."""
     found: dict[str, QuantizedWeight] = {}
-    for fqn, entry in tensors.items():
-        for scheme in SCHEMES:
+    companions = [fqn for fqn in tensors if fqn.endswith(_COMPANION_ENDINGS)]  # in most models none
+    schemes = [
+        scheme
+        for scheme, ending in zip(SCHEMES, _COMPANION_ENDINGS, strict=True)
+        if any(fqn.endswith(ending) for fqn in companions)
+    ]
+    for fqn, entry in tensors.items() if schemes else ():
+        for scheme in schemes:
             if not fqn.endswith(scheme.ending) or (entry.dtype.is_castable and not scheme.any_type):
                 continue
             needs, also = (_names(which, fqn, scheme) for which in (scheme.needs, scheme.also))

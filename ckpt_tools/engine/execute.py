@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ Progress = Callable[[int], None]
 Alter = Callable[[Box, npt.NDArray[np.float32]], None]
 _SINGLE = BY_NAME["float32"]
 _DIRECT_NBYTES = 256 << 10
+_ALONE_NBYTES = 1 << 20  # of a disk: starting a thread takes longer than to read them
 _GAP_NBYTES = 8 << 10
 _AHEAD_NBYTES, _KNOWN_AHEAD_NBYTES = 96 << 20, 224 << 20
 _AHEAD_READS = 32 << 10  # about 8 MiB of objects
@@ -104,7 +106,9 @@ def execute_batches(
         CheckpointError: the first error of any thread; the others stop before their next batch.
     """
     totals, stop = Totals(), threading.Event()
-    feed = _BatchQueue(batches, store, looks_ahead)
+    batches = iter(batches)
+    first = list(islice(batches, 2))
+    feed = _BatchQueue(chain(first, batches), store, looks_ahead)
 
     def work() -> None:
         worker = _Worker(sink, Reader(store, crc_watch), alter or {})
@@ -116,6 +120,10 @@ def execute_batches(
             if progress is not None:
                 progress(sum(t.dst_nbytes for t in batch.tiles))
 
+    is_small = len(first) < 2 and sum(batch.read_nbytes for batch in first) <= _ALONE_NBYTES
+    if is_small and not store.capabilities.is_remote:
+        work()
+        return totals
     with ThreadPoolExecutor(jobs, "ckpt") as pool:
         futures = [pool.submit(work) for _ in range(jobs)]
         try:

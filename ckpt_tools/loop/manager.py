@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from ckpt_tools.core.laps import Laps
 from ckpt_tools.core.logs import log
+from ckpt_tools.core.memory import no_gc
 from ckpt_tools.core.threads import num_threads, ranks_on_host
 from ckpt_tools.errors import (
     CheckpointError,
@@ -343,7 +344,8 @@ class CheckpointManager:
                 return True
             self._save_times.began()
             try:
-                save = self._collected(request, step, overwrite, is_background, began, laps)
+                with no_gc():  # one walk takes as long as a small save
+                    save = self._collected(request, step, overwrite, is_background, began, laps)
             except BaseException:
                 self._save_times.failed()
                 raise

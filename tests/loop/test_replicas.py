@@ -51,6 +51,7 @@ READS: dict[str, Callable[[Path], Any]] = {
     "plugin": by_plugin,
     "open": lambda path: ckpt_tools.open(path)["model.w"].torch(),
     "a slice": lambda path: torch.cat([ckpt_tools.open(path)["model.w"][:2], torch.zeros(2)]),
+    "rows": lambda path: ckpt_tools.open(path).rows("model.w", [3, 0, 1, 2]),
     "average": by_average,
     "stats": lambda path: torch.full((4,), ckpt_tools.stats(path).tensors["model.w"].rms),
     "diff": lambda path: torch.full((4,), float(len(ckpt_tools.diff(path, path).differences))),

@@ -48,6 +48,8 @@ _CLASSES = (_CHUNK, _INDEX, _INFO)
 _MAX_KEY = 1 << 62
 _MAX_DIMS = 16
 _LEAST = 4  # objects of a stretch; shorter ones stay in the rest
+_LEAST_MEAN = 8  # objects of the stretches of a pickle whose columns are worth their cost
+_MAX_OBJECT_BYTES = 64 << 20  # of a pickle that may be read as objects, for their memory
 
 
 def read_bulk(data: bytes, where: str) -> tuple[Metadata, dict[str, ChunkTable]] | None:
@@ -63,7 +65,13 @@ def read_bulk(data: bytes, where: str) -> tuple[Metadata, dict[str, ChunkTable]]
         del data
         found = _Stretches()
         rest = Remainder(plain)
-        for window in windows(plain, rest):
+        for number, window in enumerate(windows(plain, rest)):
+            # tensors of one or two chunks are read faster as objects
+            is_worth = (
+                number or window.mean_stretch >= _LEAST_MEAN or len(plain) > _MAX_OBJECT_BYTES
+            )
+            if not is_worth:
+                return None
             found.take(window, rest)
         small = rest.finish()
         if not found.ranges:

@@ -300,6 +300,11 @@ class ObjectWindow:
                 self.kinds.append(ShapeGroup(shape, numbers[fits], rows[fits]))
                 numbers, rows = numbers[~fits], rows[~fits]
 
+    @property
+    def mean_stretch(self) -> float:
+        """The mean number of objects in a stretch."""
+        return len(self.starts) / (1 + int((self.starts[1:] != self.ends[:-1]).sum()))
+
     def stretches(self) -> Iterator[tuple[int, int]]:
         """Yields stretches of objects with nothing between them, as first and last + 1."""
         cuts = np.flatnonzero(self.starts[1:] != self.ends[:-1]) + 1

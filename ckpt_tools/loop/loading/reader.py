@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from types import EllipsisType, TracebackType
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from ckpt_tools.core.box import Box, whole
-from ckpt_tools.core.catalog import TensorEntry
+from ckpt_tools.core.catalog import RAW, Extent, TensorEntry
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
 from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable
@@ -33,6 +34,7 @@ from ckpt_tools.transfer.prove import prove_replicas
 Key = int | slice | EllipsisType
 
 _JOBS = 4
+_MAX_PIECES, _DIRECT_BYTES = 64, 1 << 20  # of a read in the caller's thread
 _MAX_FILE_BYTES = 64 << 20
 
 
@@ -126,6 +128,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         self.path, self.format = source.path, source.catalog.format
         self.world_size = source.catalog.world_size
         self._proved = set[str]()  # tensors whose replicas are equal
+        self._places: dict[str, list[tuple[Box, Extent]]] = {}  # of the payloads of some tensors
 
     def __repr__(self) -> str:
         return f"Checkpoint({printable(self.path)!r}, {self.format}, {len(self)} tensors)"
@@ -195,19 +198,113 @@ class Checkpoint(Mapping[str, StoredTensor]):
             )
         return data
 
+    def rows(self, name: str, indices: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """Reads rows of a tensor, such as those of an embedding, in one pass.
+
+        Each row is read once, and neighbours are read together.
+
+        Args:
+            name: of the tensor.
+            indices: `[n]`, of rows along the first dim, in any order. A negative one counts from
+                the end.
+
+        Returns:
+            `[n, ...]`, the rows in the order of `indices`.
+
+        Raises:
+            KeyError: there is no tensor of that name.
+            IndexError: an index is out of range, or the tensor has no dims.
+            TypeError: an index is no integer.
+            IntegrityError: as for `StoredTensor.__getitem__`.
+        """
+        tensor = self[name]
+        if not tensor.shape:
+            raise IndexError(f"{printable(name)} has no rows: it has no dims")
+        size = tensor.shape[0]
+        listed = indices.tolist() if isinstance(indices, torch.Tensor) else indices
+        found = [operator.index(index) for index in listed]
+        if wrong := [index for index in found if not -size <= index < size]:
+            raise IndexError(f"index {wrong[0]} is out of range for a dim of {size}")
+        rows = sorted({i % size for i in found})
+        starts = [i for i, row in enumerate(rows) if not i or rows[i - 1] != row - 1]
+        boxes = [
+            Box((rows[i], *(0 for _ in tensor.shape[1:])), (j - i, *tensor.shape[1:]))
+            for i, j in pairwise([*starts, len(rows)])
+        ]
+        value = self._read_all(tensor._entry, boxes)
+        if boxes == [whole(tensor.shape)]:
+            self._prove(tensor._entry, value)
+        place = {row: i for i, row in enumerate(rows)}
+        return value[[place[i % size] for i in found]]
+
     def close(self) -> None:
         """Closes its files and connections."""
         self._source.store.close()
 
     def _read(self, entry: TensorEntry, box: Box) -> torch.Tensor:
+        tensor = self._read_directly(entry, box)
+        return self._read_all(entry, [box]) if tensor is None else tensor
+
+    def _read_all(self, entry: TensorEntry, boxes: Sequence[Box]) -> torch.Tensor:
+        """Reads boxes of a tensor that differ in their first dim only, one below the other."""
+        self._prove_replicas(entry)
+        sizes = (sum(box.sizes[0] for box in boxes), *entry.shape[1:]) if len(boxes) != 1 else None
+        dtype = getattr(torch, entry.dtype.name)
+        tensor = torch.empty(boxes[0].sizes if sizes is None else sizes, dtype=dtype, device="cpu")
+        ends = (
+            list(accumulate((box.sizes[0] for box in boxes), initial=0)) if len(boxes) != 1 else []
+        )
+        parts = [tensor[i:j] for i, j in pairwise(ends)] or [tensor] * len(boxes)
+        shards = [
+            Shard(entry.fqn, entry.dtype, entry.shape, box, part)
+            for box, part in zip(boxes, parts, strict=True)
+            if box.numel
+        ]
+        if shards:
+            fill(self._source, shards, _JOBS, DEFAULT_MEMORY_BYTES, LoadReport(self.path))
+        return tensor
+
+    def _prove_replicas(self, entry: TensorEntry) -> None:
         if self._sealed is None and entry.fqn not in self._proved:
             prove_replicas(self._source, [entry], jobs=_JOBS)
             self._proved.add(entry.fqn)
-        tensor = torch.empty(box.sizes, dtype=getattr(torch, entry.dtype.name), device="cpu")
-        if box.numel:
-            shard = Shard(entry.fqn, entry.dtype, entry.shape, box, tensor)
-            fill(self._source, [shard], _JOBS, DEFAULT_MEMORY_BYTES, LoadReport(self.path))
-        return tensor
+
+    def _read_directly(self, entry: TensorEntry, box: Box) -> torch.Tensor | None:
+        """Reads a little in this thread, as one range of bytes, without a plan.
+
+        Returns None if it is more, lies in several chunks, or is a whole chunk: the plan compares
+        that with its checksum.
+        """
+        nbytes = box.numel * entry.dtype.itemsize
+        if not 0 < nbytes <= _DIRECT_BYTES or self._source.store.capabilities.is_remote:
+            return None
+        places = self._places.get(entry.fqn)
+        if places is None:
+            self._prove_replicas(entry)
+            places = self._places[entry.fqn] = self._found_places(entry)
+        for held, extent in places:
+            first = _first_element(held, box)
+            if first is not None:
+                data = bytearray(nbytes)
+                start = extent.start + first * entry.dtype.itemsize
+                self._source.store.read_into(extent.file, start, memoryview(data))
+                dtype = getattr(torch, entry.dtype.name)
+                return torch.frombuffer(data, dtype=dtype).reshape(box.sizes)
+        return None
+
+    def _found_places(self, entry: TensorEntry) -> list[tuple[Box, Extent]]:
+        """Returns the boxes of a tensor's chunks with their payloads, if they are few and plain."""
+        if len(entry.chunks) > _MAX_PIECES:
+            return []
+        found = self._source.format.locate(self._source.store, [entry])
+        places = [(box, found.get(extent, extent)) for box, extent in entry.chunks]
+        return [
+            (box, extent)
+            for box, extent in places
+            if extent.packing == RAW
+            and extent.strides is None
+            and extent.nbytes == box.numel * entry.dtype.itemsize
+        ]
 
     def _prove(self, entry: TensorEntry, value: torch.Tensor) -> None:
         sealed = self._sealed.tensors.get(entry.fqn) if self._sealed else None
@@ -258,6 +355,23 @@ def _without_ellipsis(keys: tuple[Key, ...], num_dims: int) -> tuple[int | slice
                 " .numpy() first"
             )
     return tuple(found)
+
+
+def _first_element(held: Box, box: Box) -> int | None:
+    """Returns where a box begins in a chunk, in elements, if its elements are neighbours there.
+
+    Returns None if they are not, or the box is the whole chunk, or not all of it lies in the chunk.
+    """
+    first, is_split, is_part = 0, False, False
+    for at, size, begin, num in zip(held.offsets, held.sizes, box.offsets, box.sizes, strict=True):
+        if begin < at or begin + num > at + size:
+            return None
+        is_part |= num != size
+        if is_split and num != size:
+            return None
+        is_split |= num > 1
+        first = first * size + begin - at
+    return first if is_part else None
 
 
 def _range(key: int | slice, size: int) -> range:

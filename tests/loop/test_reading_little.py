@@ -1,0 +1,110 @@
+"""Rows and small parts of an opened checkpoint: the bytes that torch has, however they are stored."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import ckpt_tools
+from ckpt_tools import IntegrityError
+from tests.strategies import flip
+
+TYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+)
+SHAPES = {
+    "rows": (37, 5),
+    "deep": (6, 4, 3, 2),
+    "line": (19,),
+    "wide": (1, 50),
+    "none": (0, 3),
+    "one": (),
+}
+
+
+def values() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        f"{name}.{str(dtype)[6:]}": torch.randint(0, 2, shape, generator=generator).to(dtype)
+        if dtype is torch.bool
+        else (torch.randn(shape, generator=generator) * 9).to(dtype)
+        for name, shape in SHAPES.items()
+        for dtype in TYPES
+    }
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root, state = tmp_path_factory.mktemp("stored"), values()
+    dcp.save(state, checkpoint_id=root / "stock", no_dist=True)
+    ckpt_tools.save(root / "sealed", state)
+    ckpt_tools.reshard(root / "sealed", root / "three", to_ranks=3)
+    save_file({n: t for n, t in state.items() if not t.is_complex()}, root / "a.safetensors")
+    torch.save(state, root / "a.pt")
+    torch.save({n: t.t() if t.ndim == 2 else t for n, t in state.items()}, root / "turned.pt")
+    return {
+        name: root / name
+        for name in ("stock", "sealed", "three", "a.safetensors", "a.pt", "turned.pt")
+    }
+
+
+def bits(value: torch.Tensor) -> bytes:
+    return torch.cat([value.flatten(), value.new_empty(0)]).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("name", ["stock", "sealed", "three", "a.safetensors", "a.pt", "turned.pt"])
+def test_any_part_has_the_bytes_that_torch_has(name: str, stored: dict[str, Path]) -> None:
+    rng, state = random.Random(1), values()
+    with ckpt_tools.open(stored[name]) as opened:
+        for fqn in opened:
+            want = state[fqn].t() if name == "turned.pt" and state[fqn].ndim == 2 else state[fqn]
+            for _ in range(6):
+                key = tuple(
+                    rng.randrange(size)
+                    if size and rng.random() < 0.4
+                    else slice(*sorted(rng.randint(0, size) for _ in "ab"))
+                    for size in want.shape[: rng.randint(0, want.ndim)]
+                )
+                got = opened[fqn][key]
+                assert got.shape == want[key].shape and bits(got) == bits(want[key]), (fqn, key)
+
+
+@pytest.mark.parametrize("name", ["stock", "sealed", "three", "a.safetensors", "turned.pt"])
+def test_rows_come_in_the_order_of_their_indices(name: str, stored: dict[str, Path]) -> None:
+    want = values()["rows.bfloat16"]
+    want = want.t() if name == "turned.pt" else want
+    with ckpt_tools.open(stored[name]) as opened:
+        size = len(want)
+        for indices in ([3, 1, 1, -1, 4], list(range(size)), [], [size - 1], torch.tensor([2, 0])):
+            got = opened.rows("rows.bfloat16", indices)
+            chosen = want[torch.as_tensor(indices, dtype=torch.int64)]
+            assert got.shape == chosen.shape and bits(got) == bits(chosen), indices
+        for wrong, error in (([size], IndexError), ([-size - 1], IndexError), ([0.5], TypeError)):
+            with pytest.raises(error):
+                opened.rows("rows.bfloat16", wrong)  # type: ignore[arg-type]
+        with pytest.raises(KeyError, match="nearest"):
+            opened.rows("rows.bfloat", [0])
+        with pytest.raises(IndexError, match="no rows"):
+            opened.rows("one.float32", [0])
+
+
+def test_a_handle_that_has_read_a_row_still_proves_the_whole(tmp_path: Path) -> None:
+    ckpt_tools.save(tmp_path / "s", {"w": torch.arange(4000.0).reshape(1000, 4)})
+    data = tmp_path / "s" / "__0_0.distcp"
+    with ckpt_tools.open(tmp_path / "s") as opened:
+        assert opened["w"][7].tolist() == [28, 29, 30, 31]
+        flip(data, data.stat().st_size // 2, 3)
+        with pytest.raises(IntegrityError):
+            opened["w"].torch()
+        with pytest.raises(IntegrityError):
+            opened.rows("w", range(1000))
