@@ -14,7 +14,7 @@ BIN := .venv/bin
 # one thread per process: the test processes share two cores, and some of them wait for servers
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadgroup
 
-.PHONY: demo test test-slow test-all test-peers test-cuda lint docs man pictures dist bench clean
+.PHONY: demo test test-slow test-all test-peers test-cuda lint docs man pictures dist bench bench-check clean
 
 demo: .venv/ready
 	$(BIN)/python tests/demo.py demo
@@ -53,6 +53,9 @@ pictures: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/python tests/benchmarks/compare.py
+
+bench-check: .venv/ready
+	$(BIN)/python tests/benchmarks/check.py
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

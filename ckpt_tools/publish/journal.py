@@ -218,8 +218,11 @@ class Journal:
 
 def remove_journals(folder: Path) -> None:
     """Removes all journals of a staging directory, so that no attempt continues from it."""
-    for path in folder.glob(GLOB):
-        path.unlink(missing_ok=True)
+    with os.scandir(folder) as entries:
+        found = [entry.path for entry in entries if entry.name.startswith(GLOB[:-1])]
+    for path in found:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 def _line(value: object) -> bytes:

@@ -16,9 +16,11 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import ckpt_tools
+from ckpt_tools.publish.manifest import parse_manifest
 from tests.jobs import torchrun_command
 from tests.servers import servers
 
@@ -37,11 +39,9 @@ def upload(args: argparse.Namespace, server: servers.Server) -> None:
     for name in ("sealed", "bare"):
         ckpt_tools.copy(stock, f"s3://within/{name}", storage_options=server.options)
     note = next(n for n in fs.find("within/bare") if "ckpt.manifest" in n)
-    sealed = json.loads(fs.cat(note))
-    for entry in sealed["files"].values():
-        entry.pop("runs", None)
-    del sealed["crc64nvme"]
-    fs.pipe(note, json.dumps(sealed | {"ckpt_manifest": 1}).encode())
+    sealed = parse_manifest(fs.cat(note), note)
+    files = {name: entry._replace(ranges=()) for name, entry in sealed.files.items()}
+    fs.pipe(note, replace(sealed, files=files).render())
 
 
 def main() -> None:

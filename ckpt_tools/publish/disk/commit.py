@@ -28,7 +28,6 @@ from ckpt_tools.publish.disk.staging import (
     TRIES,
     StagingDirectory,
     discard,
-    escape_glob,
     exchanged,
     is_at,
     lock_directory,
@@ -57,7 +56,7 @@ def check_destination(
         StorageError: it exists, holds foreign files, or its folder cannot be written to.
     """
     if not overwrite:
-        restore_aside(target.parent, escape_glob(target.name))
+        restore_aside(target.parent, target.name)
     parent = existing_parent(target)
     if not parent.is_dir():
         raise StorageError(f"the destination's parent is not a directory: {printable(str(parent))}")

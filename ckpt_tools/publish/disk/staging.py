@@ -8,6 +8,7 @@ made it, and no person with a similar name in mind.
 from __future__ import annotations
 
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.formats.base import ASIDE, SHORT_ID_GLOB, is_date_like, short_name
+from ckpt_tools.formats.base import ASIDE, SHORT_ID, is_date_like, short_name
 from ckpt_tools.publish.disk.attempt_mark import (
     MARK,
     STAGING,
@@ -35,6 +36,7 @@ from ckpt_tools.storage import PinnedStore
 from ckpt_tools.storage.local import failed
 
 TRIES, LONG_TRIES = 8, 100  # each after 10 ms
+_ENDING = re.compile(rf"\.{SHORT_ID}")  # of the names of staging directories, asides and trash
 _PRIVATE = 0o700  # the mode of a staging directory until it is published
 
 
@@ -123,7 +125,7 @@ def staging(
         try:
             remove_dead(
                 target.parent,
-                escape_glob(short_name(target.name)),
+                short_name(target.name),
                 spared=takes_over or (path if kept_glob else None),
             )
             try:
@@ -288,19 +290,19 @@ def lock_directory(path: Path) -> int:
 
 def find_dead(target: Path) -> list[Path]:
     """Returns the staging directories that dead attempts at a target have left."""
-    found = remove_dead(target.parent, escape_glob(short_name(target.name)), dry_run=True)
+    found = remove_dead(target.parent, short_name(target.name), dry_run=True)
     return [path for path in found if path.name.startswith(STAGING)]
 
 
 def remove_dead(
-    parent: Path, name: str = "*", dry_run: bool = False, spared: Path | None = None
+    parent: Path, name: str = "", dry_run: bool = False, spared: Path | None = None
 ) -> list[Path]:
     """Removes what dead attempts left in a folder, and returns it: staging and trash whose lock no
     process holds.
 
     Args:
         parent: the folder.
-        name: glob of the targets whose leftovers are meant.
+        name: the target whose leftovers are meant; all if empty.
         dry_run: only look.
         spared: one that stays.
     """
@@ -321,7 +323,7 @@ def remove_dead(
     return dead
 
 
-def restore_aside(parent: Path, name: str = "*") -> None:
+def restore_aside(parent: Path, name: str = "") -> None:
     """Restores the name of an old result that a dead attempt has set aside.
 
     If the new result is in place, the old one becomes trash.
@@ -376,7 +378,15 @@ def _unheld(
     """Yields the directories of attempts whose lock no process holds, each while it is locked
     here.
     """
-    for path in sorted(parent.glob(f"{prefix}{name}.{SHORT_ID_GLOB}")):
+    try:
+        with os.scandir(parent) as entries:
+            names = sorted(entry.name for entry in entries if entry.name.startswith(prefix))
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return
+    for found in names:
+        if not _ENDING.fullmatch(found[-9:]) or (name and found[len(prefix) : -9] != name):
+            continue
+        path = parent / found
         if is_date_like(path.name[-8:]) or path.is_symlink() or not path.is_dir():
             continue
         if not is_meant(path):
@@ -390,10 +400,6 @@ def _unheld(
                 yield path
         finally:
             release(fd)
-
-
-def escape_glob(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 def sync_directory(path: Path) -> None:
