@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpt_tools.core.catalog import RAW, Catalog, Extent, Payloads, TensorEntry, check_names
 from ckpt_tools.core.coverage import check
+from ckpt_tools.core.memory import no_gc
 from ckpt_tools.core.quantized import mark_quantized
 from ckpt_tools.engine.crc_watch import Comparison, compare_positions
 from ckpt_tools.errors import (
@@ -428,7 +429,8 @@ def open_source_in(folder: Store) -> Source:
 
 def _source(store: Store, form: Format) -> Source:
     try:
-        catalog = read_again_if_wrong(store, lambda: sound_catalog(store, form))
+        with no_gc():  # an object per tensor, and none in a cycle
+            catalog = read_again_if_wrong(store, lambda: sound_catalog(store, form))
     except (FormatError, CatalogError) as error:
         if found := look_alike(store):
             raise type(error)(str(found), hint=found.hint) from error
