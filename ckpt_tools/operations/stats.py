@@ -17,7 +17,7 @@ from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
 from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
 from ckpt_tools.engine.statistics import SHORT_TYPES, StatisticsSink
-from ckpt_tools.errors import PlanError, printable, redacted
+from ckpt_tools.errors import IntegrityError, PlanError, printable, redacted
 from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
@@ -116,7 +116,7 @@ def stats(
         catalog = keep(catalog, lambda fqn: fqn not in unknown)
     work = [t for fqn, t in catalog.tensors.items() if fqn not in sealed and t.nbytes]
     work += [t for t in parts.values() if t.nbytes and _has_numbers(t)]
-    sink = read_again_if_wrong(
+    sink = _measured_at_once(source, work, histogram, options) or read_again_if_wrong(
         source.store, lambda: _measure(source, work, histogram, options), group
     )
     source.store.close()
@@ -174,10 +174,34 @@ def _chosen(catalog: Catalog, select: Sequence[str], exclude: Sequence[str]) -> 
     return chosen
 
 
-def _measure(
+def _measured_at_once(
     source: Source, tensors: Sequence[TensorEntry], histogram: bool, options: Reading
+) -> StatisticsSink | None:
+    """Measures what an object store has, without a look at the position of each payload.
+
+    Fingerprints prove that each lies at its usual position. Returns None if one does not, or if
+    that cannot be tried.
+    """
+    group = options.get("group") or ALONE
+    if group.size > 1 or not source.store.capabilities.is_remote:
+        return None
+    try:
+        return _measure(source, tensors, histogram, options, assumes=True)
+    except IntegrityError:
+        return None
+
+
+def _measure(
+    source: Source,
+    tensors: Sequence[TensorEntry],
+    histogram: bool,
+    options: Reading,
+    assumes: bool = False,
 ) -> StatisticsSink:
-    """Reads tensors once: measures their values, and proves their bytes."""
+    """Reads tensors once: measures their values, and proves their bytes.
+
+    With `assumes`, the payloads of tensors with a fingerprint are read from their usual positions.
+    """
     group, jobs = options.get("group") or ALONE, num_threads(options.get("jobs"))
     tiles = tile_bytes(options.get("memory_bytes") or DEFAULT_MEMORY_BYTES, jobs)
     sink, plan = StatisticsSink(histogram), plan_values(tensors)
@@ -190,7 +214,9 @@ def _measure(
         prove_replicas(
             source, [t for t in tensors if t.fqn not in fingerprints], jobs=jobs, group=group
         )
-        located = source.format.locate(source.store, mine)
+        sure = [t for t in mine if assumes and t.fqn in fingerprints]
+        unsure = [t for t in mine if not assumes or t.fqn not in fingerprints]
+        located = {**source.assume(sure), **source.format.locate(source.store, unsure)}
         watched = read_whole(plan_values(t for t in mine if t.fqn not in fingerprints), located)
         watch = CrcWatch(watched, source.store)
         execute_batches(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from aiohttp import web
 
 import ckpt_tools
@@ -113,3 +114,54 @@ def test_each_verb_tells_its_requests(
     assert told.startswith(f"{len(passed)} request"), (told, kinds(passed))
     for kind, number in kinds(passed).items():
         assert f"{number} {kind}" in told, (told, kinds(passed))
+
+
+def fetched(passed: list[tuple[web.Request, int]], file: str) -> int:
+    """The bytes of a file that were asked for, by the ranges of the requests."""
+    total = 0
+    for request, _ in passed:
+        if request.method == "GET" and file in request.path:
+            first, last = request.headers["Range"].removeprefix("bytes=").split("-")
+            total += int(last) - int(first) + 1
+    return total
+
+
+@pytest.mark.slow
+def test_statistics_fetch_each_byte_once(server: Server, tmp_path: Path) -> None:
+    """The payloads of a sealed checkpoint lie where torch puts them, and fingerprints prove it."""
+    state = {f"layers.{i}.w": torch.randn(64, 200) for i in range(60)}
+    step = save_locally(tmp_path / "run", state)
+    server.bucket("stats")
+    ckpt_tools.copy(step, "s3://stats/one", storage_options=server.options)
+    with watched(server.endpoint) as (url, passed):
+        found = ckpt_tools.stats(
+            "s3://stats/one", storage_options=replace(server, endpoint=url).options
+        )
+    nbytes = (step / "__0_0.distcp").stat().st_size
+    assert 0.9 * nbytes < fetched(passed, "__0_0.distcp") <= 1.02 * nbytes
+    for name, value in state.items():
+        assert found.tensors[
+            f"model.{name}" if f"model.{name}" in found.tensors else name
+        ].rms == pytest.approx(value.square().mean().sqrt().item(), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alignment", [128, 1024])
+def test_statistics_are_right_where_payloads_lie_elsewhere(
+    alignment: int, server: Server, tmp_path: Path
+) -> None:
+    from torch.utils.serialization import config
+
+    state = {f"w{i}": torch.randn(64, 200) for i in range(4)}
+    before, config.save.storage_alignment = config.save.storage_alignment, alignment
+    try:
+        dcp.save(state, checkpoint_id=tmp_path / "odd", no_dist=True)
+    finally:
+        config.save.storage_alignment = before
+    ckpt_tools.seal(tmp_path / "odd")
+    server.bucket("stats")
+    url = f"s3://stats/odd{alignment}"
+    ckpt_tools.copy(tmp_path / "odd", url, storage_options=server.options)
+    found = ckpt_tools.stats(url, storage_options=server.options).tensors
+    for name, value in state.items():
+        assert found[name].rms == pytest.approx(value.square().mean().sqrt().item(), rel=1e-4)
