@@ -72,5 +72,5 @@ def check_manager(
     _check_keep_last(keep_last)
     check_number("save_every", save_every, 1)
     check_number("save_every_s", save_every_s, 0)
-    if not 0 < timeout_s < math.inf:
-        raise ValueError(f"timeout_s: expected more than 0, got {timeout_s!r}")
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        raise ValueError(f"timeout_s: expected a number of seconds above 0, got {timeout_s!r}")

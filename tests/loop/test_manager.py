@@ -523,6 +523,7 @@ def test_an_unknown_policy_is_refused(policy: Any) -> None:
 def test_bad_settings_are_refused(tmp_path: Path) -> None:
     bad: list[tuple[str, Callable[[], object]]] = [
         ("keep_last", lambda: CheckpointManager(tmp_path, keep_last=0)),
+        ("timeout_s", lambda: CheckpointManager(tmp_path, timeout_s="x")),  # type: ignore[arg-type]
         ("when_busy", lambda: Writing(when_busy="drop")),
         ("replicas", lambda: Writing(replicas="never")),
         ("names", lambda: Writing(names="model-{}")),
