@@ -243,7 +243,12 @@ def _best(root: str, metric: str, higher_is_better: bool, shared: Shared) -> Ste
             f"no complete step has a value of {printable(metric)} ({printable(root)})"
         )
     if not shared.as_json:
-        print(f"{printable(metric)} = {metric_of(found[0], metric):g}", file=sys.stderr)
+        other = (
+            "the highest"
+            if higher_is_better
+            else "the lowest; --higher-is-better takes the highest"
+        )
+        print(f"{printable(metric)} = {metric_of(found[0], metric):g} ({other})", file=sys.stderr)
     return found[0]
 
 

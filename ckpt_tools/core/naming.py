@@ -99,8 +99,9 @@ def find_optimizers(catalog: Catalog) -> set[tuple[str, ...]]:
     found: dict[tuple[str, ...], set[str]] = {}
     for fqn in chain(catalog.objects, catalog.tensors):
         path = key_path(catalog, fqn)
-        for depth, key in enumerate(path[:-1]):
-            if key in ("state", "param_groups"):
+        for depth, key in enumerate(path):
+            # a plain state dict keeps its groups as one object
+            if key == "param_groups" or (key == "state" and depth < len(path) - 1):
                 found.setdefault(path[:depth], set()).add(key)
                 break
     return {prefix for prefix, keys in found.items() if prefix and "param_groups" in keys}

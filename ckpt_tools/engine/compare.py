@@ -77,8 +77,11 @@ class Tally:
     @property
     def rel_norm(self) -> float | None:
         """The norm of a - b, by the norm of a; None if a is zero or a sum is not finite."""
-        ratio = math.sqrt(self.gaps) / math.sqrt(self.aa) if self.aa and self.gaps >= 0 else None
-        return ratio if ratio is not None and math.isfinite(ratio) else None
+        if not (math.isfinite(self.aa) and math.isfinite(self.gaps)):
+            return None
+        if not self.aa:
+            return None if self.max_abs else 0.0  # 0.0 and -0.0 differ in their bits only
+        return math.sqrt(self.gaps) / math.sqrt(self.aa)
 
 
 def _larger(a: float, b: float) -> float:

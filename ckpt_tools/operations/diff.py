@@ -55,7 +55,8 @@ class Difference(NamedTuple):
         max_abs: the largest |a - b|; NaN if only one of the two is NaN.
         max_rel: the largest |a - b| / max(|a|, |b|).
         cosine: cosine of the angle between both; None if one is all zeros or not finite.
-        is_object: whether it is an object, not a tensor.
+        is_object: whether it is an object, not a tensor. Only the number of different bytes means
+            something then.
         is_code: whether it is a part of a quantized weight. Only the number of different elements
             means something then.
         rel_norm: the norm of a - b, by the norm of a; None if a is all zeros or not finite.
@@ -362,16 +363,16 @@ def _difference(
     for size in reversed(tensor.shape):
         index.append(left % size)
         left //= size
-    numel = whole(tensor.shape).numel
+    numel, is_bytes = whole(tensor.shape).numel, is_code or is_object
     return Difference(
         tensor.fqn,
         numel,
         tally.num_different,
         tuple(reversed(index)),
-        math.nan if is_code else tally.max_abs,
-        math.nan if is_code else tally.max_rel,
-        None if is_code else tally.cosine,
+        math.nan if is_bytes else tally.max_abs,
+        math.nan if is_bytes else tally.max_rel,
+        None if is_bytes else tally.cosine,
         is_object,
         is_code,
-        None if is_code else tally.rel_norm,
+        None if is_bytes else tally.rel_norm,
     )

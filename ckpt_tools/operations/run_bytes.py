@@ -128,4 +128,6 @@ def _of_step(step: Step, spare: int) -> StepBytes:
     model = kinds.get(WEIGHTS, 0)
     optimizer = sum(n for kind, n in kinds.items() if kind not in (WEIGHTS, OTHER))
     other = max(0, step.nbytes - model - optimizer)
-    return StepBytes(step, kinds, model, optimizer, other, spare, "ckpt thin" if spare else "")
+    return StepBytes(
+        step, kinds, model, optimizer, other, spare, "ckpt thin --keep-full 1" * bool(spare)
+    )

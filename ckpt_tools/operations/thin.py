@@ -41,6 +41,7 @@ from ckpt_tools.transfer.transfer import TransferRequest, transfer
 
 _MAX_FILE_BYTES = 64 << 20  # of a small file that a save has put beside its data
 _MOST_NAMES = 4  # of what is gone below one key
+_EXTRA = "_extra_state"  # what `nn.Module.get_extra_state` returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +117,8 @@ def thin(
         root: directory of the run, a path or a URL.
         keep_full: how many of the newest full steps stay as they are, at least 1.
         keep_every: steps whose number is a multiple of this stay full.
-        drop: globs of entries to remove. If empty: optimizers, and all values that are no tensors
-            of a model.
+        drop: globs of entries to remove. If empty: all but the models. A model is a key with
+            tensors that are of no optimizer, with all that lies below it.
         dtype: `bf16`, `fp16`, `fp32` or `fp64`: also cast the tensors that stay.
         dry_run: change nothing, and return what would be done.
         **options: see `Reading`. Several processes cannot share the work.
@@ -335,7 +336,11 @@ def _check_unchanged(step: Step) -> None:
 
 
 def _kept_part(catalog: Catalog, drop: Sequence[str]) -> Catalog:
-    """Returns what stays: by default the models, without optimizers and loaders."""
+    """Returns what stays: by default the models, without optimizers and loaders.
+
+    The values of a model are a part of it, such as the extra state of a module or the count of an
+    average: a load asks for them.
+    """
     if drop:
         is_dropped = matcher(drop)
         return keep(catalog, lambda fqn: not is_dropped(fqn))
@@ -346,7 +351,14 @@ def _kept_part(catalog: Catalog, drop: Sequence[str]) -> Catalog:
         is_below = any(path[:depth] in optimizers for depth in range(1, len(path)))
         return not is_below and not is_other_state(path[0])
 
-    return replace(keep(catalog, is_of_a_model), objects={})
+    models = keep(catalog, is_of_a_model)
+    tops = {key_path(catalog, fqn)[0] for fqn in models.tensors}
+    objects = {
+        fqn: entry
+        for fqn, entry in models.objects.items()
+        if _EXTRA in (path := key_path(catalog, fqn)) or (len(path) > 1 and path[0] in tops)
+    }
+    return replace(models, objects=objects)
 
 
 def _gone(before: Catalog, after: Catalog) -> dict[str, int]:

@@ -186,6 +186,7 @@ _KEYS = {"ranges": "runs"}  # in the text, if it differs from the field
 _TABLES = ("files", "tensors", "objects", "pickles")  # a line for each entry
 _OMITTED = ("metrics", "timing", "objects", "pickles")  # absent rather than empty
 _HEX, _HEX_DIGITS = re.compile(r"[0-9a-f]*"), 16
+_MAX_COUNT = 1 << 62
 _OWN = re.compile(rb',\n "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
 
 
@@ -306,7 +307,7 @@ def _numbers(key: str, entry: Mapping[str, Any]) -> dict[str, float | None]:
 
 def _count(value: object, what: str) -> int:
     """Returns a number of bytes or elements that a file can have."""
-    if type(value) is not int or not 0 <= value < 1 << 62:
+    if type(value) is not int or not 0 <= value < _MAX_COUNT:
         raise ValueError(f"{what} is no number from 0 to 2**62")
     return value
 
@@ -327,12 +328,10 @@ def _tensors(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, SealedTensor
     if any(type(dims) is not list or len(dims) > MAX_DIMS for dims in lists):
         raise ValueError(f"a shape is no list of at most {MAX_DIMS} numbers")
     shapes = list(map(tuple, lists))
-    counts = [*chain.from_iterable(shapes), *map(math.prod, shapes)]
-    if (
-        {*map(type, counts)} - {int}
-        or min(counts, default=0) < 0
-        or max(counts, default=0) >= 1 << 62
-    ):
+    dims = list(chain.from_iterable(shapes))
+    # before they are multiplied: a text times a number is a long text
+    is_sound = {*map(type, dims)} <= {int} and all(0 <= dim < _MAX_COUNT for dim in dims)
+    if not is_sound or any(math.prod(filter(None, s)) >= _MAX_COUNT for s in shapes):
         raise ValueError("a dim, or the number of elements, is no number from 0 to 2**62")
     measured = [
         None

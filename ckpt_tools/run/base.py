@@ -90,7 +90,8 @@ class RunRoot(Protocol):
     def snapshot(self, store: Store) -> object:
         """Returns a value that changes when a file of a step is added, removed or changed.
 
-        Returns None where that is not certain.
+        Returns None where that is not certain. A write through memory that is mapped is not seen if
+        an earlier one has made its page dirty.
         """
         ...
 

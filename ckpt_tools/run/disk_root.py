@@ -108,8 +108,8 @@ class LocalRoot:
         try:
             with os.scandir(store.url) as entries:
                 for entry in entries:
-                    at = entry.stat()
-                    if stat.S_ISDIR(at.st_mode) or at.st_ctime_ns > latest:
+                    at = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISREG(at.st_mode) or at.st_ctime_ns > latest:
                         return None
                     times = at.st_mtime_ns, at.st_ctime_ns
                     found.append((entry.name, at.st_dev, at.st_ino, at.st_size, *times))

@@ -289,7 +289,7 @@ def _blobs_of(root: str) -> str | None:
     """
     if "/snapshots/" not in root:
         return None
-    blobs = os.path.join(root.rpartition("/snapshots/")[0], "blobs")
+    blobs = f"{root.rpartition('/snapshots/')[0]}/blobs"
     return blobs if os.path.isdir(blobs) and not os.path.islink(blobs) else None
 
 

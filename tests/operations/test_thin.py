@@ -100,6 +100,52 @@ def test_a_resume_says_what_a_thinned_step_lacks(
     assert all(torch.equal(t, models[2][n]) for n, t in state["model"].state_dict().items())
 
 
+class WithExtra(nn.Module):
+    """A module whose state dict has values that are no tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.seen = nn.Linear(4, 4), 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def test_values_of_a_model_are_a_part_of_it(tmp_path: Path) -> None:
+    """A thinned model loads: the extra state of a module, and the count of an average, stay."""
+
+    def make() -> dict[str, Any]:
+        model = WithExtra()
+        return {"net": model, "ema": ckpt_tools.Ema(model, decay=0.9)}
+
+    state = make()
+    optimizer = torch.optim.AdamW(state["net"].parameters())
+    with CheckpointManager(tmp_path / "run", keep_last=None) as checkpoints:
+        for step in (1, 2):
+            state["net"].seen = 10 * step
+            state["net"].inner(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            state["ema"].update()
+            more = {"optimizer": optimizer, "config": {"lr": 1}, "note": "x"}
+            checkpoints.save(step, {**state, **more}, asynchronous=False)
+    (thinned,) = ckpt_tools.thin(tmp_path / "run", 1).thinned
+    assert set(thinned.dropped) == {"optimizer", "config", "note"}
+    got = make()
+    ckpt_tools.load(tmp_path / "run" / "step-00000001", got)
+    assert got["net"].seen == 10 and got["ema"].state_dict()["num_updates"] == 1
+    flat = tmp_path / "flat"
+    with CheckpointManager(flat, keep_last=None) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {**state["net"].state_dict(), "note": "x"}, asynchronous=False)
+    ckpt_tools.thin(flat, 1)
+    target = WithExtra().state_dict()
+    ckpt_tools.load(flat / "step-00000001", target)
+    assert target["_extra_state"] == {"seen": 20}
+
+
 def test_globs_a_type_and_steps_that_stay_full(tmp_path: Path, ckpt: Run) -> None:
     models = save_run(tmp_path, 6)
     ckpt("pin", tmp_path / "step-00000002")
@@ -189,8 +235,8 @@ def test_what_is_gone_has_its_own_name_and_a_step_can_be_thinned_again(tmp_path:
         return list(ckpt_tools.steps(tmp_path)[0].thinned)
 
     assert thinned(drop=["optimizer*"]) == ["optimizer"]
-    assert thinned() == ["model.n", "optimizer", "rng", "train.opt"]
-    assert thinned(dtype="bf16") == ["model.n", "optimizer", "rng", "train.opt"]
+    assert thinned() == ["optimizer", "rng", "train.opt"]
+    assert thinned(dtype="bf16") == ["optimizer", "rng", "train.opt"]
     with ckpt_tools.open(tmp_path / "step-00000001") as step:
         assert {name: step[name].dtype for name in step} == {
             "model.w": "bfloat16",

@@ -6,8 +6,10 @@ Imports torch.
 from __future__ import annotations
 
 import difflib
+import math
 import operator
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import EllipsisType, TracebackType
@@ -35,6 +37,7 @@ Key = int | slice | EllipsisType
 
 _JOBS = 4
 _MAX_PIECES, _DIRECT_BYTES = 64, 1 << 20  # of a read in the caller's thread
+_GAP_BYTES = 8 << 10  # between rows, which cost less than another read
 _MAX_FILE_BYTES = 64 << 20
 
 
@@ -214,28 +217,27 @@ class Checkpoint(Mapping[str, StoredTensor]):
         Raises:
             KeyError: there is no tensor of that name.
             IndexError: an index is out of range, or the tensor has no dims.
-            TypeError: an index is no integer.
+            TypeError: they are no list of integers, such as a mask or a slice.
             IntegrityError: as for `StoredTensor.__getitem__`.
         """
         tensor = self[name]
         if not tensor.shape:
             raise IndexError(f"{printable(name)} has no rows: it has no dims")
         size = tensor.shape[0]
-        listed = indices.tolist() if isinstance(indices, torch.Tensor) else indices
-        found = [operator.index(index) for index in listed]
+        found = _whole_numbers(indices)
         if wrong := [index for index in found if not -size <= index < size]:
             raise IndexError(f"index {wrong[0]} is out of range for a dim of {size}")
-        rows = sorted({i % size for i in found})
-        starts = [i for i, row in enumerate(rows) if not i or rows[i - 1] != row - 1]
-        boxes = [
-            Box((rows[i], *(0 for _ in tensor.shape[1:])), (j - i, *tensor.shape[1:]))
-            for i, j in pairwise([*starts, len(rows)])
-        ]
-        value = self._read_all(tensor._entry, boxes)
+        rows, inner = sorted({i % size for i in found}), tensor.shape[1:]
+        spans = _spans(rows, max(1, math.prod(inner) * tensor._entry.dtype.itemsize))
+        boxes = [Box((i, *(0 for _ in inner)), (j - i, *inner)) for i, j in spans]
         if boxes == [whole(tensor.shape)]:
-            self._prove(tensor._entry, value)
-        place = {row: i for i, row in enumerate(rows)}
-        return value[[place[i % size] for i in found]]
+            value = tensor.torch()
+        else:
+            value = self._read_rows(tensor._entry, boxes)
+        begins = accumulate((j - i for i, j in spans), initial=0)
+        shifts = [(i, begin - i) for (i, _), begin in zip(spans, begins, strict=False)]
+        firsts = [i for i, _ in shifts]
+        return value[[i % size + shifts[bisect_right(firsts, i % size) - 1][1] for i in found]]
 
     def close(self) -> None:
         """Closes its files and connections."""
@@ -243,26 +245,36 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     def _read(self, entry: TensorEntry, box: Box) -> torch.Tensor:
         tensor = self._read_directly(entry, box)
-        return self._read_all(entry, [box]) if tensor is None else tensor
+        if tensor is None:
+            tensor = torch.empty(box.sizes, dtype=getattr(torch, entry.dtype.name), device="cpu")
+            self._fill(entry, [box], [tensor])
+        return tensor
 
-    def _read_all(self, entry: TensorEntry, boxes: Sequence[Box]) -> torch.Tensor:
-        """Reads boxes of a tensor that differ in their first dim only, one below the other."""
+    def _read_rows(self, entry: TensorEntry, boxes: Sequence[Box]) -> torch.Tensor:
+        """Reads boxes of rows, and returns them one below the other."""
+        if not self._source.store.capabilities.is_remote:
+            parts = [self._read_directly(entry, box) for box in boxes]
+            if parts and all(part is not None for part in parts):
+                return torch.cat([part for part in parts if part is not None])
+        sizes = (sum(box.sizes[0] for box in boxes), *entry.shape[1:])
+        value = torch.empty(sizes, dtype=getattr(torch, entry.dtype.name), device="cpu")
+        ends = list(accumulate((box.sizes[0] for box in boxes), initial=0))
+        parts = [value[i:j] for i, j in pairwise(ends)]
+        for at in range(0, len(boxes), _MAX_PIECES):  # a plan pairs each with each chunk
+            self._fill(entry, boxes[at : at + _MAX_PIECES], parts[at : at + _MAX_PIECES])
+        return value
+
+    def _fill(
+        self, entry: TensorEntry, boxes: Sequence[Box], parts: Sequence[torch.Tensor | None]
+    ) -> None:
         self._prove_replicas(entry)
-        sizes = (sum(box.sizes[0] for box in boxes), *entry.shape[1:]) if len(boxes) != 1 else None
-        dtype = getattr(torch, entry.dtype.name)
-        tensor = torch.empty(boxes[0].sizes if sizes is None else sizes, dtype=dtype, device="cpu")
-        ends = (
-            list(accumulate((box.sizes[0] for box in boxes), initial=0)) if len(boxes) != 1 else []
-        )
-        parts = [tensor[i:j] for i, j in pairwise(ends)] or [tensor] * len(boxes)
         shards = [
             Shard(entry.fqn, entry.dtype, entry.shape, box, part)
             for box, part in zip(boxes, parts, strict=True)
-            if box.numel
+            if box.numel and part is not None
         ]
         if shards:
             fill(self._source, shards, _JOBS, DEFAULT_MEMORY_BYTES, LoadReport(self.path))
-        return tensor
 
     def _prove_replicas(self, entry: TensorEntry) -> None:
         if self._sealed is None and entry.fqn not in self._proved:
@@ -337,6 +349,36 @@ def open_checkpoint(
     return Checkpoint(*open_sealed(path, storage_options))
 
 
+def _spans(rows: Sequence[int], row_bytes: int) -> list[tuple[int, int]]:
+    """Returns the ranges of rows to read: short gaps between sorted rows are read, too."""
+    spans: list[tuple[int, int]] = []
+    for row in rows:
+        if spans and (row - spans[-1][1]) * row_bytes <= _GAP_BYTES:
+            spans[-1] = spans[-1][0], row + 1
+        else:
+            spans.append((row, row + 1))
+    return spans
+
+
+def _whole_numbers(indices: object) -> list[int]:
+    """Returns the indices of rows as a list.
+
+    Raises:
+        TypeError: they are no list of integers.
+    """
+    listed = indices.tolist() if isinstance(indices, torch.Tensor) else indices
+    try:
+        found = list(listed)  # type: ignore[call-overload]
+    except TypeError:
+        found = [None]
+    if any(isinstance(one, bool) or not hasattr(one, "__index__") for one in found):
+        raise TypeError(
+            "indices: expected a list or a 1-d tensor of integers, got"
+            f" {printable(str(indices)[:40])}; a slice is read with tensor[2:5]"
+        )
+    return [operator.index(one) for one in found]
+
+
 def _without_ellipsis(keys: tuple[Key, ...], num_dims: int) -> tuple[int | slice, ...]:
     """Returns the indices with whole dims in the place of `...`.
 
@@ -347,12 +389,12 @@ def _without_ellipsis(keys: tuple[Key, ...], num_dims: int) -> tuple[int | slice
     for key in keys:
         if isinstance(key, EllipsisType):
             found += [slice(None)] * (num_dims - len(keys) + 1)
-        elif isinstance(key, slice) or (hasattr(key, "__index__") and not isinstance(key, bool)):
+        elif isinstance(key, slice) or (_is_index(key)):
             found.append(key if isinstance(key, slice) else operator.index(key))
         else:
             raise TypeError(
-                f"a {type(key).__name__} is no index or slice: read the tensor with .torch() or"
-                " .numpy() first"
+                f"a {type(key).__name__} is no index or slice: checkpoint.rows(name, indices) reads"
+                " rows, and .torch() the tensor"
             )
     return tuple(found)
 
@@ -372,6 +414,11 @@ def _first_element(held: Box, box: Box) -> int | None:
         is_split |= num > 1
         first = first * size + begin - at
     return first if is_part else None
+
+
+def _is_index(key: object) -> bool:
+    is_scalar = not isinstance(key, torch.Tensor) or (key.ndim == 0 and key.dtype is not torch.bool)
+    return hasattr(key, "__index__") and not isinstance(key, bool) and is_scalar
 
 
 def _range(key: int | slice, size: int) -> range:

@@ -224,7 +224,7 @@ def of_difference(a: Path_, b: Path_, **options: Unpack[Reading]) -> Values:
             "max_abs": _number(d.max_abs),
             "max_rel": _number(d.max_rel),
             "rel_norm": None if d.rel_norm is None else _number(d.rel_norm),
-            "angle": None if d.cosine is None else _number(1 - d.cosine),
+            "one_minus_cosine": None if d.cosine is None else _number(1 - d.cosine),
             "kind": "object" if d.is_object else state_kind(d.fqn),
             "is_code": d.is_code,
             "is_object": d.is_object,

@@ -7,6 +7,7 @@ made it, and no person with a similar name in mind.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -36,6 +37,15 @@ from ckpt_tools.storage import PinnedStore
 from ckpt_tools.storage.local import failed
 
 TRIES, LONG_TRIES = 8, 100  # each after 10 ms
+# what says that there is no folder to list
+_NO_FOLDER = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+)
 _ENDING = re.compile(rf"\.{SHORT_ID}")  # of the names of staging directories, asides and trash
 _PRIVATE = 0o700  # the mode of a staging directory until it is published
 
@@ -381,8 +391,10 @@ def _unheld(
     try:
         with os.scandir(parent) as entries:
             names = sorted(entry.name for entry in entries if entry.name.startswith(prefix))
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return
+    except OSError as error:
+        if error.errno in _NO_FOLDER:
+            return
+        raise failed("list", parent, error) from error
     for found in names:
         if not _ENDING.fullmatch(found[-9:]) or (name and found[len(prefix) : -9] != name):
             continue
