@@ -168,7 +168,8 @@ def test_metrics_stand_in_the_manifest_and_choose_the_best_step(tmp_path: Path, 
     assert best.stdout.strip().endswith("step-00000004") and "loss = 1" in best.stderr
     assert "step-00000003, step-00000006" in best.stderr
     most = ckpt("latest", tmp_path, "--best", "loss", "--higher-is-better")
-    assert most.stdout.strip().endswith("step-00000001")
+    assert most.stdout.strip().endswith("step-00000001") and "(the highest)" in most.stderr
+    assert "(the lowest; --higher-is-better takes the highest)" in best.stderr
     none = ckpt("latest", tmp_path, "--best", "lass")
     assert none.returncode == 13 and "there are: loss, n" in none.stderr
     listing = ckpt("ls", tmp_path, "--metrics").stdout

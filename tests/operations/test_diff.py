@@ -268,3 +268,26 @@ def test_long_integers_are_not_rounded_before_they_are_compared(
         tmp_path / "a.safetensors", tmp_path / "b.safetensors", atol=0.5
     ).is_same
     assert ckpt_tools.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors", atol=gap).is_same
+
+
+def test_the_relative_norm_is_none_where_it_means_nothing(tmp_path: Path) -> None:
+    inf, cases = float("inf"), {}
+    for name, one, two, want, size in (
+        ("infinite", [1.0, inf], [2.0, inf], None, inf),
+        ("signs", [0.0, 1.0], [-0.0, 1.0], 0.0, 0.0),
+        ("zeros", [0.0], [-0.0], 0.0, 0.0),
+        ("from nothing", [0.0], [1.0], None, inf),
+        ("half", [2.0], [1.0], 0.5, 0.5),
+    ):
+        cases[name] = torch.tensor(one), torch.tensor(two), want, size
+    save_file({n: c[0] for n, c in cases.items()}, tmp_path / "a.safetensors")
+    save_file({n: c[1] for n, c in cases.items()}, tmp_path / "b.safetensors")
+    for found in ckpt_tools.diff(
+        tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    ).differences:
+        assert (found.rel_norm, found.size) == cases.pop(found.fqn)[2:], found
+    assert not cases
+    ckpt_tools.save(tmp_path / "a", {"n": 1})
+    ckpt_tools.save(tmp_path / "b", {"n": 2})
+    (one,) = ckpt_tools.diff(tmp_path / "a", tmp_path / "b").differences
+    assert one.is_object and one.rel_norm is None and one.cosine is None and one.size == 0.0

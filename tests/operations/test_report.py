@@ -18,6 +18,7 @@ from torch import nn
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PlanError, StorageError
 from ckpt_tools.operations.report.page import render_page
+from ckpt_tools.operations.report.report import report_data
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -223,7 +224,7 @@ def test_the_page_says_what_is_there_twice_what_stood_still_and_what_check_says(
     told = [str(problem) for problem in ckpt_tools.check_run(tmp_path / "run")]
     assert len(told) == 2 and all(problem in text for problem in told)
     assert "2 of 8 tensors of step 3 (512 B) are the same as in step 2" in text
-    assert ["model.a.weight", "2", "256 B"] in page.rows("duplicate-table")
+    assert ["model.a.weight, model.b.weight", "2", "256 B"] in page.rows("duplicate-table")
     assert page.wrong == []
 
 
@@ -429,3 +430,10 @@ def test_what_differs_is_told_in_red_and_counted_by_kind(tmp_path: Path, page: P
     for text in ("1 objects with other values", "1 only in the first", "1 only in the second"):
         assert text in verdict, verdict
     assert "tensors with other values" not in verdict
+
+
+def test_a_pointer_of_git_lfs_is_to_be_fetched(tmp_path: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    (tmp_path / "model.safetensors").write_text(pointer)
+    data = report_data(tmp_path / "model.safetensors")
+    assert data["next"] == ["git lfs pull"] and "Git LFS" in data["verdict"]

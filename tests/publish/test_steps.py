@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -238,6 +239,12 @@ def test_the_manifest_of_these_tests_is_a_right_one() -> None:
         changed(b'"nbytes": 3', b'"nbytes": -3'),
         changed(b'"nbytes": 3', b'"nbytes": true'),
         changed(b'"shape": [1]', b'"shape": ["x"]'),
+        # a number times a text or a list would be a long one
+        changed(b'"shape": [1]', b'"shape": [3000000000000, "aaaaaaaaaaaaaaaaaaaaaa"]'),
+        changed(b'"shape": [1]', b'"shape": [3000000000000, [0]]'),
+        changed(b'"shape": [1]', b'"shape": [4611686018427387903, 2, 0]'),
+        changed(b'"shape": [1]', b'"shape": [true]'),
+        changed(b'"shape": [1]', b'"shape": [1.0]'),
         changed(b"ffffffffffffffff", b"FFFF"),
         changed(b'"files": {', b'"files": 3, "x": {'),
         changed(b'"ckpt_manifest": 2', b'"ckpt_manifest": 1'),
@@ -262,6 +269,43 @@ def test_a_malformed_manifest_is_one_clear_error(data: bytes) -> None:
 def test_a_manifest_survives_rendering(template: Path) -> None:
     text = manifest_of(template / step_name(900)).read_bytes()
     assert parse_manifest(text, "m").render() == text
+
+
+def test_a_link_in_a_step_is_looked_at_each_time(tmp_path: Path) -> None:
+    """One file has two names, and a link goes from the one inside to the one outside."""
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        checkpoints.save(9, {"w": torch.ones(9)}, asynchronous=False)
+        data = tmp_path / "run" / "step-00000009" / "__0_0.distcp"
+        data.rename(data.with_name("real"))
+        data.symlink_to("real")
+        os.link(data.with_name("real"), tmp_path / "same")
+        time.sleep(2.2)  # the files do not change any more
+        assert [step.problem for step in checkpoints.steps()] == [""]
+        data.unlink()
+        data.symlink_to(tmp_path / "same")
+        (step,) = checkpoints.steps()
+        assert "leads out of the checkpoint" in step.problem
+
+
+def test_an_unchanged_step_is_read_once_and_a_changed_one_again(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        checkpoints.save(9, {"w": torch.ones(9)}, asynchronous=False)
+        folder = tmp_path / "run" / "step-00000009"
+        time.sleep(2.2)
+        (first,) = checkpoints.steps()
+        (again,) = checkpoints.steps()
+        assert again.manifest is first.manifest and not again.problem
+        index = folder / ".metadata"
+        at, text = index.stat(), index.read_bytes()
+        index.write_bytes(text[:-2] + b"x.")
+        os.utime(index, ns=(at.st_atime_ns, at.st_mtime_ns))
+        assert "damaged" in checkpoints.steps()[0].problem
+        index.write_bytes(text)
+        assert not checkpoints.steps()[0].problem
+        (folder / "ckpt.pin").touch()
+        assert len(checkpoints.steps()) == 1
+        (folder / "__0_0.distcp").unlink()
+        assert "is missing" in checkpoints.steps()[0].problem
 
 
 # ---- one job at a time ---------------------------------------------------------------------------

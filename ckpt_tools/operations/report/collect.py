@@ -73,10 +73,10 @@ def of_checkpoint(src: Path_, reads: bool, **options: Unpack[Reading]) -> Values
     problems = [f"{text} ({n:,} entries)" if n > 1 else text for text, n in texts.items()]
     try:
         report = inspect(src, storage_options, shapes)
-    except CheckpointError:
+    except CheckpointError as error:
         if not problems:
             raise
-        return of_damaged(redacted(str(src)), problems, [redacted(str(src))])
+        return of_damaged(redacted(str(src)), problems, [redacted(str(src))], error.hint)
     source = open_source(src, storage_options, lay_beside(shapes))
     try:
         manifest, known = manifest_of(source.store), sealed_statistics(source)
@@ -122,15 +122,23 @@ def of_checkpoint(src: Path_, reads: bool, **options: Unpack[Reading]) -> Values
     }
 
 
-def of_damaged(name: str, problems: Sequence[str], paths: Sequence[str]) -> Values:
-    """Returns a report on checkpoints of which one cannot be read, at these paths."""
+def of_damaged(
+    name: str, problems: Sequence[str], paths: Sequence[str], hint: str | None = None
+) -> Values:
+    """Returns a report on checkpoints of which one cannot be read, at these paths.
+
+    A hint that says what to run is what to type next.
+    """
+    run = (hint or "").partition("run: ")[2]
     return {
         **_head("checkpoint", name),
         "problems": problems,
         "not_finite": [],
         "is_measured": False,
         "verdict": _verdict(problems, [], None, False, False, None),
-        "next": [line for path in paths for line in _next(path, problems, [], None, False)],
+        "next": [run]
+        if run
+        else [line for path in paths for line in _next(path, problems, [], None, False)],
         "tensors": [],
         "files": [],
     }
@@ -297,18 +305,23 @@ def _tensor(
 def _duplicates(manifest: Manifest | None) -> Values:
     """Returns which bytes of a checkpoint are there more than once, by the fingerprints.
 
-    `nbytes` are the bytes of the repetitions, and `groups` the largest groups of equal tensors.
+    `nbytes` are the bytes of the repetitions, and `groups` the largest groups of equal tensors,
+    each with the names of the first two.
     """
     if manifest is None:
         return {"nbytes": 0, "groups": []}
     names: dict[tuple[object, ...], list[str]] = {}
     for fqn, tensor in manifest.tensors.items():
-        if nbytes_of(tensor):
+        if nbytes_of(tensor) and math.prod(tensor.shape) > 1:  # counters are equal, of course
             key = tensor.fingerprint, tensor.dtype, tensor.shape
             names.setdefault(key, []).append(fqn)
     found = sorted(
         (
-            ((len(same) - 1) * nbytes_of(manifest.tensors[same[0]]), len(same), printable(same[0]))
+            (
+                (len(same) - 1) * nbytes_of(manifest.tensors[same[0]]),
+                len(same),
+                printable(", ".join(same[:2])),
+            )
             for same in names.values()
             if len(same) > 1
         ),

@@ -54,7 +54,7 @@ def report_data(
             return run
         if isinstance(error, CatalogError | FormatError | IntegrityError):
             paths = [redacted(os.fspath(path)) for path in (src, other) if path is not None]
-            return collect.of_damaged(name, [printable(str(error))], paths)
+            return collect.of_damaged(name, [printable(str(error))], paths, error.hint)
         raise
 
 
