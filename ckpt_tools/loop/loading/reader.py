@@ -11,7 +11,7 @@ import operator
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from types import EllipsisType, TracebackType
 from typing import Any
 
@@ -246,32 +246,36 @@ class Checkpoint(Mapping[str, StoredTensor]):
     def _read(self, entry: TensorEntry, box: Box) -> torch.Tensor:
         tensor = self._read_directly(entry, box)
         if tensor is None:
-            tensor = torch.empty(box.sizes, dtype=getattr(torch, entry.dtype.name), device="cpu")
+            tensor = self._empty(entry, box)
             self._fill(entry, [box], [tensor])
         return tensor
 
     def _read_rows(self, entry: TensorEntry, boxes: Sequence[Box]) -> torch.Tensor:
         """Reads boxes of rows, and returns them one below the other."""
-        if not self._source.store.capabilities.is_remote:
-            parts = [self._read_directly(entry, box) for box in boxes]
-            if parts and all(part is not None for part in parts):
-                return torch.cat([part for part in parts if part is not None])
-        sizes = (sum(box.sizes[0] for box in boxes), *entry.shape[1:])
-        value = torch.empty(sizes, dtype=getattr(torch, entry.dtype.name), device="cpu")
-        ends = list(accumulate((box.sizes[0] for box in boxes), initial=0))
-        parts = [value[i:j] for i, j in pairwise(ends)]
-        for at in range(0, len(boxes), _MAX_PIECES):  # a plan pairs each with each chunk
-            self._fill(entry, boxes[at : at + _MAX_PIECES], parts[at : at + _MAX_PIECES])
-        return value
+        found = [self._read_directly(entry, box) for box in boxes]
+        parts = [
+            self._empty(entry, box) if part is None else part
+            for box, part in zip(boxes, found, strict=True)
+        ]
+        left = [i for i, part in enumerate(found) if part is None]
+        for at in range(0, len(left), _MAX_PIECES):  # a plan pairs each with each chunk
+            some = left[at : at + _MAX_PIECES]
+            self._fill(entry, [boxes[i] for i in some], [parts[i] for i in some])
+        return parts[0] if len(parts) == 1 else torch.cat([*parts, self._empty(entry, None)])
+
+    def _empty(self, entry: TensorEntry, box: Box | None) -> torch.Tensor:
+        """Returns room for a box of a tensor; for no rows of it without a box."""
+        sizes = box.sizes if box is not None else (0, *entry.shape[1:])
+        return torch.empty(sizes, dtype=getattr(torch, entry.dtype.name), device="cpu")
 
     def _fill(
-        self, entry: TensorEntry, boxes: Sequence[Box], parts: Sequence[torch.Tensor | None]
+        self, entry: TensorEntry, boxes: Sequence[Box], parts: Sequence[torch.Tensor]
     ) -> None:
         self._prove_replicas(entry)
         shards = [
             Shard(entry.fqn, entry.dtype, entry.shape, box, part)
             for box, part in zip(boxes, parts, strict=True)
-            if box.numel and part is not None
+            if box.numel
         ]
         if shards:
             fill(self._source, shards, _JOBS, DEFAULT_MEMORY_BYTES, LoadReport(self.path))
@@ -389,7 +393,7 @@ def _without_ellipsis(keys: tuple[Key, ...], num_dims: int) -> tuple[int | slice
     for key in keys:
         if isinstance(key, EllipsisType):
             found += [slice(None)] * (num_dims - len(keys) + 1)
-        elif isinstance(key, slice) or (_is_index(key)):
+        elif isinstance(key, slice) or _is_index(key):
             found.append(key if isinstance(key, slice) else operator.index(key))
         else:
             raise TypeError(
