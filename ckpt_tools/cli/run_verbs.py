@@ -155,7 +155,7 @@ def _show_bytes(root: str, price: float | None, shared: Shared) -> None:
     fail_if_unreadable(one.step for one in found)
 
 
-@shares("storage_option", "as_json")
+@shares("storage_option", "jobs", "as_json")
 def latest(
     root: Root,
     best: Annotated[
@@ -191,6 +191,8 @@ def latest(
 
     if best is None and higher_is_better:
         raise typer.BadParameter("--higher-is-better needs --best")
+    if shared.jobs is not None and not verify:
+        raise typer.BadParameter("--jobs needs --verify: nothing else is read")
     if best is not None and (verify or allow_not_finite):
         raise typer.BadParameter("--verify and --allow-not-finite are for the newest step")
     step = (
@@ -210,6 +212,7 @@ def _newest(root: str, verify: bool, allow_not_finite: bool, shared: Shared) -> 
         open_root(root, shared.storage_options),
         verify=verify,
         allow_not_finite=allow_not_finite,
+        jobs=shared.jobs,
     )
     for path, reason in found.passed_over:
         print(f"passed over {printable(str(path))}: {reason}", file=sys.stderr)
@@ -252,7 +255,7 @@ def _best(root: str, metric: str, higher_is_better: bool, shared: Shared) -> Ste
     return found[0]
 
 
-@shares("dry_run", "storage_option", "quiet", "as_json", dry_run=DryRunOfPrune)
+@shares("dry_run", "storage_option", "jobs", "quiet", "as_json", dry_run=DryRunOfPrune)
 def prune(
     root: Root,
     keep_last: Annotated[
@@ -357,7 +360,7 @@ def prune(
     if metric is not None:
         refuse_unknown_metric(where, metric)
     try:
-        result = operation(where, rules, dry_run=shared.dry_run, reads=verify)
+        result = operation(where, rules, dry_run=shared.dry_run, reads=verify, jobs=shared.jobs)
         leftovers = where.remove_leftovers(grace_s, shared.dry_run)
     except KeyboardInterrupt as stop:
         stop.args = ("some steps may be removed already: ckpt ls shows the others",)
@@ -380,7 +383,7 @@ def _on_unmeasured(steps: Iterable[Step]) -> str:
     return f"; {count(number, 'step')} without statistics: NaN in them would not be seen"
 
 
-@shares("storage_option", "quiet", "as_json")
+@shares("storage_option", "jobs", "quiet", "as_json")
 def check(
     root: Root,
     verify: Annotated[
@@ -408,10 +411,13 @@ def check(
     """
     from ckpt_tools.operations.check_run import check_steps as operation
 
+    if shared.jobs is not None and not verify:
+        raise typer.BadParameter("--jobs needs --verify: nothing else is read")
     problems, steps = operation(
         root,
         verify=verify,
         every=every,
+        jobs=shared.jobs,
         storage_options=shared.storage_options,
     )
     if shared.as_json:

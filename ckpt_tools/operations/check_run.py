@@ -54,6 +54,7 @@ def check_run(
     every: int | None = None,
     unchanged_steps: int = UNCHANGED_STEPS,
     jump: float = JUMP,
+    jobs: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[RunProblem]:
     """Returns the problems of a run's steps, by step; an empty list if there are none.
@@ -69,6 +70,7 @@ def check_run(
             momentum do. Of other optimizers, it is a problem if all weights are the same.
         jump: an update of a weight in the newest three steps that is so many times larger than the
             median of the updates before is a problem.
+        jobs: threads that read with `verify`.
         storage_options: of the object store, as fsspec takes them.
 
     Raises:
@@ -81,6 +83,7 @@ def check_run(
         every=every,
         unchanged_steps=unchanged_steps,
         jump=jump,
+        jobs=jobs,
         storage_options=storage_options,
     )[0]
 
@@ -92,6 +95,7 @@ def check_steps(
     every: int | None,
     unchanged_steps: int = UNCHANGED_STEPS,
     jump: float = JUMP,
+    jobs: int | None = None,
     storage_options: Mapping[str, Any] | None,
 ) -> tuple[list[RunProblem], list[Step]]:
     """Returns the problems of a run's steps, as `check_run` does, and the steps."""
@@ -105,7 +109,7 @@ def check_steps(
     steps = list_steps(open_root(root, storage_options))
     if not steps:
         raise no_steps(str(root))
-    found = [problem for step in steps for problem in step_problems(step, verify)]
+    found = [problem for step in steps for problem in step_problems(step, verify, jobs)]
     if every is not None:
         found += _missing(steps, every)
     found += training_problems(steps, unchanged_steps, jump)
@@ -126,12 +130,13 @@ def training_problems(
     yield from _large_updates(sound, jump)
 
 
-def step_problems(step: Step, verify: bool) -> Iterator[RunProblem]:
+def step_problems(step: Step, verify: bool, jobs: int | None = None) -> Iterator[RunProblem]:
     """Yields the problems of one step.
 
     Args:
         step: the step.
         verify: also read every byte.
+        jobs: threads that read.
     """
     if step.problem:
         yield RunProblem(step.number, "unreadable" if step.error else "incomplete", step.problem)
@@ -147,7 +152,7 @@ def step_problems(step: Step, verify: bool) -> Iterator[RunProblem]:
         text = f"{printable(fqn)}: {found.num_nan:,} NaN, {found.num_inf:,} infinite"
         yield RunProblem(step.number, "not finite", text)
     try:
-        problem = lasting_damage(step) if verify else ""
+        problem = lasting_damage(step, jobs) if verify else ""
     except StorageError as error:
         yield RunProblem(step.number, "unreadable", str(error))
         return

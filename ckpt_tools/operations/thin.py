@@ -174,7 +174,7 @@ def thin_steps(
     """
     result = ThinResult(is_dry_run=dry_run)
     result.failed.update({str(s.path): str(s.error) for s in steps if s.error is not None})
-    full = _counted(steps, reads, result)
+    full = _counted(steps, reads, result, options.get("jobs"))
     links = where.links()
     chosen = list(_chosen(full, keep_full, keep_every, held, result.kept))
     for step in list(chosen):
@@ -209,7 +209,9 @@ def _names(steps: Iterable[Step]) -> list[str]:
     return list(names)
 
 
-def _counted(steps: Sequence[Step], reads: bool, result: ThinResult) -> list[Step]:
+def _counted(
+    steps: Sequence[Step], reads: bool, result: ThinResult, jobs: int | None
+) -> list[Step]:
     """Returns the complete steps without damaged ones that would be a reason to thin others.
 
     These are the newest full step, and the newest full steps without known NaN or infinity.
@@ -233,7 +235,7 @@ def _counted(steps: Sequence[Step], reads: bool, result: ThinResult) -> list[Ste
         yield from (step for step, _ in Retention(last=1).reasons_beside(full))
 
     damaged: dict[str, str] = {}
-    found = sound_steps(found, needed, damaged, result.failed)
+    found = sound_steps(found, needed, damaged, result.failed, jobs)
     kept |= {path: f"it is not counted: {problem}" for path, problem in damaged.items()}
     return found
 

@@ -180,6 +180,7 @@ def first_problem(
     store: Store,
     reads_all: bool = False,
     known: Mapping[str, int] | None = None,
+    jobs: int | None = None,
 ) -> str:
     """Returns the first problem; "" if there is none. Wrong bytes of a remote store are read again.
 
@@ -188,6 +189,7 @@ def first_problem(
         store: its files.
         reads_all: also read every byte.
         known: the listing, if that is known.
+        jobs: threads that read.
 
     Raises:
         StorageError: it cannot be read, so nothing is known.
@@ -197,7 +199,7 @@ def first_problem(
         found = next(compare_names(manifest, store, known), None)
         if found is None and reads_all:
             files = {name: sealed.nbytes for name, sealed in manifest.files.items()}
-            found = next(compare_bytes(manifest, hash_files(store, files)), None)
+            found = next(compare_bytes(manifest, hash_files(store, files, jobs)), None)
         if found is not None:
             raise IntegrityError(str(found))
 

@@ -193,6 +193,7 @@ def sound_steps(
     needed: Callable[[Sequence[Step]], Iterable[Step]],
     damaged: dict[str, str],
     unreadable: dict[str, str],
+    jobs: int | None = None,
 ) -> list[Step]:
     """Reads the steps that a decision rests on, and returns all steps but the unsound ones.
 
@@ -202,13 +203,14 @@ def sound_steps(
             asked again when one of them is not.
         damaged, unreadable: get the paths of those that are damaged, or cannot be read, with the
             reason.
+        jobs: threads that read.
     """
     left, read = list(steps), set[str]()
     while step := next((s for s in needed(left) if str(s.path) not in read), None):
         path = str(step.path)
         read.add(path)
         try:
-            problem = lasting_damage(step)
+            problem = lasting_damage(step, jobs)
         except StorageError as error:
             unreadable[path] = problem = str(error)
         else:

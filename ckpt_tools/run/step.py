@@ -264,8 +264,8 @@ def unsound(step: Step) -> str:
     return ""
 
 
-def damage(step: Step | None) -> str:
-    """Reads a whole step and returns its problem; "" if it has none.
+def damage(step: Step | None, jobs: int | None = None) -> str:
+    """Reads a whole step with so many threads, and returns its problem; "" if it has none.
 
     Without a manifest, only the index is checked.
 
@@ -280,20 +280,20 @@ def damage(step: Step | None) -> str:
         return unsound(step)
     store = store_of(step)
     try:
-        return first_problem(step.manifest, store, reads_all=True)
+        return first_problem(step.manifest, store, reads_all=True, jobs=jobs)
     finally:
         store.close()
 
 
-def lasting_damage(step: Step) -> str | None:
+def lasting_damage(step: Step, jobs: int | None = None) -> str | None:
     """Returns the problem of a step as `damage` does; None if the step was removed meanwhile.
 
     While other processes rename steps, a name can be missing for an instant. So a problem has to be
     there twice.
     """
-    problem = damage(step)
+    problem = damage(step, jobs)
     if problem and is_there(step):
-        problem = damage(step)
+        problem = damage(step, jobs)
     return problem if not problem or is_there(step) else None
 
 

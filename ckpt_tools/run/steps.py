@@ -178,6 +178,7 @@ class RunListing:
         skip: Container[Path | str],
         allow_not_finite: bool,
         superseded_by: Mapping[tuple[str, str], str],
+        jobs: int | None = None,
     ) -> Latest:
         """Returns the newest complete step; arguments as for `find_latest`."""
         passed: list[tuple[Path | str, str]] = []
@@ -191,7 +192,7 @@ class RunListing:
             if step.path in skip or step.superseded_by:
                 continue
             refuse_unreadable([step], "which step is the newest complete one")
-            problem = lasting_damage(step) if verify else unsound(step)
+            problem = lasting_damage(step, jobs) if verify else unsound(step)
             if problem is None:
                 continue  # a newer one has taken its place
             if problem and was_complete(step):
@@ -279,6 +280,7 @@ def find_latest(
     verify: bool = False,
     skip: Container[Path | str] = (),
     allow_not_finite: bool = False,
+    jobs: int | None = None,
 ) -> Latest:
     """Finds the newest complete step by number. Superseded steps do not count.
 
@@ -291,6 +293,7 @@ def find_latest(
         verify: also read every byte, and pass over a step whose checksums are wrong.
         skip: paths that are known to be damaged.
         allow_not_finite: take also a step whose save found NaN or infinity.
+        jobs: threads that read with `verify`.
 
     Raises:
         StorageError: a root cannot be read, or a step that may be the newest.
@@ -299,7 +302,8 @@ def find_latest(
     for _ in range(_LOOKS):
         places = [RunListing(place) for place in (root, *others)]
         superseded_by = {key: by for found in places for key, by in found.superseded_by.items()}
-        latest = [p.latest(verify, skip, allow_not_finite, superseded_by) for p in places]
+        rules = verify, skip, allow_not_finite, superseded_by, jobs
+        latest = [place.latest(*rules) for place in places]
         steps = [found.step for found in latest if found.step is not None]
         step = max(steps, key=lambda step: step.number, default=None)
         best = Latest(

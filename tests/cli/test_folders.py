@@ -139,3 +139,14 @@ def test_a_folder_of_a_bucket_is_listed(server: Server, tmp_path: Path) -> None:
         "b/": "1 step, the newest is 5",
         "m.safetensors": "1 tensor",
     }
+
+
+def test_threads_are_for_verbs_that_read(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with ckpt_tools.CheckpointManager(run) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(4)})
+    for verb in ("check", "latest"):
+        done = run_command(verb, run, "-j", 2)
+        assert done.returncode == 2 and "--jobs needs --verify" in done.stderr
+        assert run_command(verb, run, "-j", 2, "--verify").returncode == 0
+    assert run_command("prune", run, "--keep-last", 1, "-j", 2, "--verify").returncode == 0

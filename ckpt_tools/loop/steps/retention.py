@@ -81,6 +81,7 @@ def prune_steps(
     dry_run: bool = False,
     reads: bool | None = None,
     passed: Container[str] = (),
+    jobs: int | None = None,
 ) -> Pruned:
     """Removes the steps that the rules allow to remove, oldest first.
 
@@ -99,6 +100,7 @@ def prune_steps(
             a job can resume from, so that at least one such step stays.
         passed: paths of steps that a resume has found unusable. They are neither counted nor
             removed.
+        jobs: threads that read.
 
     Raises:
         NotACheckpointError: there is no such directory, or runs lie below it.
@@ -123,7 +125,8 @@ def prune_steps(
         return (step for step, _ in beside.reasons_beside(stay))
 
     left = [step for step in steps if str(step.path) not in passed]
-    to_remove = removable(sound_steps(left, needed_to_stay, damaged, unreadable), rules, kept)
+    sound = sound_steps(left, needed_to_stay, damaged, unreadable, jobs)
+    to_remove = removable(sound, rules, kept)
     if to_remove and reads is not False:  # reading takes long: a job may have gone back since
         found = RunListing(root)
         steps = found.steps

@@ -35,19 +35,25 @@ def steps(root: Root, *, storage_options: Mapping[str, Any] | None = None) -> li
 
 @checked()
 def latest(
-    root: Root, *, verify: bool = False, storage_options: Mapping[str, Any] | None = None
+    root: Root,
+    *,
+    verify: bool = False,
+    jobs: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Step | None:
     """Returns the newest complete step of a run; None if there is none, or no directory yet.
 
     Args:
         root: directory of the run, a path or a URL.
         verify: also read every byte, and pass over a step that is damaged.
+        jobs: threads that read with `verify`.
         storage_options: of the object store, as fsspec takes them.
 
     Raises:
         StorageError: the directory cannot be read.
     """
-    return run_steps.find_latest(open_root(root, storage_options), verify=verify).step
+    where = open_root(root, storage_options)
+    return run_steps.find_latest(where, verify=verify, jobs=jobs).step
 
 
 @checked()
@@ -59,6 +65,7 @@ def prune(
     retention: Retention | None = None,
     verify: bool | None = None,
     dry_run: bool = False,
+    jobs: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Pruned:
     """Removes old steps of a run, oldest first.
@@ -73,6 +80,7 @@ def prune(
         verify: read the counted steps, and do not count damaged ones. If None, only the newest step
             is read.
         dry_run: remove nothing, and return what would be removed.
+        jobs: threads that read.
         storage_options: of the object store, as fsspec takes them.
 
     Raises:
@@ -95,4 +103,4 @@ def prune(
     where = open_root(root, storage_options)
     if rules.metric is not None:
         refuse_unknown_metric(where, rules.metric)
-    return prune_steps(where, rules, dry_run=dry_run, reads=verify)
+    return prune_steps(where, rules, dry_run=dry_run, reads=verify, jobs=jobs)
