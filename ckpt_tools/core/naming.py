@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 
@@ -69,6 +70,7 @@ _OTHER_STATE = re.compile(
 
 
 _OPTIMIZER_STATE = re.compile(r"(?:^|\.)optim(?:izer)?s?(?:_\d+)?\.state\.")
+_MOST_NAMES = 4  # below one key
 _MODEL_KEYS = ("model", "MODEL", "model_state_dict", "state_dict", "module", "model_state")
 
 
@@ -89,6 +91,36 @@ def key_path(catalog: Catalog, fqn: str) -> tuple[str, ...]:
     """
     path = catalog.paths.get(fqn)
     return tuple(map(str, path)) if path else tuple(fqn.split("."))
+
+
+def shortest_names(
+    catalog: Catalog, sizes: Mapping[str, int], kept: Iterable[str]
+) -> dict[str, int]:
+    """Returns the shortest names of entries below which nothing is kept, with their bytes.
+
+    Many such names below one key are told as a part of that key.
+
+    Args:
+        catalog: of all entries.
+        sizes: the bytes of those that are not kept.
+        kept: the names of the others.
+    """
+    held = {
+        path[:depth]
+        for path in (key_path(catalog, fqn) for fqn in kept)
+        for depth in range(1, len(path) + 1)
+    }
+    found: dict[tuple[str, ...], int] = {}
+    for fqn, nbytes in sizes.items():
+        path = key_path(catalog, fqn)
+        depth = next((d for d in range(1, len(path)) if path[:d] not in held), len(path))
+        found[path[:depth]] = found.get(path[:depth], 0) + nbytes
+    beside = Counter(path[0] for path in found)
+    named: dict[str, int] = {}
+    for path, nbytes in found.items():
+        name = ".".join(path) if beside[path[0]] <= _MOST_NAMES else f"part of {path[0]}"
+        named[name] = named.get(name, 0) + nbytes
+    return named
 
 
 def find_optimizers(catalog: Catalog) -> set[tuple[str, ...]]:

@@ -13,8 +13,8 @@ from ckpt_tools.core.box import Box, whole
 from ckpt_tools.core.catalog import Catalog, TensorEntry
 from ckpt_tools.core.dtypes import BY_NAME, SHORT_NAMES, DType
 from ckpt_tools.core.naming import (
-    key_path,
     model_only,
+    shortest_names,
     strip_wrappers,
     stripper,
 )
@@ -382,14 +382,19 @@ def saved_boxes(entry: TensorEntry, world_size: int | None, to_ranks: int) -> Se
     return reshard_boxes(boxes, entry.shape, to_ranks)
 
 
-def left_out(
-    before: Catalog, after: Catalog, with_objects: bool = True, used: Container[str] = ()
-) -> dict[str, int]:
-    """Returns the top-level keys of tensors and objects that were left out, with their bytes.
+def left_out(before: Catalog, after: Catalog) -> dict[str, int]:
+    """Returns the names of tensors and objects that were left out; see `shortest_names`."""
+    left = not_taken(before, after)
+    kept = [fqn for fqn in before.tensors if fqn not in left]
+    left |= {fqn: item.extent.nbytes for fqn, item in before.objects.items()}
+    return shortest_names(before, left, kept)
+
+
+def not_taken(before: Catalog, after: Catalog, used: Container[str] = ()) -> dict[str, int]:
+    """Returns the tensors of a catalog that are not in another one, with their bytes.
 
     Args:
         before, after: the catalogs.
-        with_objects: name objects, too.
         used: names of tensors whose rows are in `after`.
     """
     taken = {
@@ -397,13 +402,8 @@ def left_out(
         for t in after.tensors.values()
         for c in (t.chunks[:1] if is_table(t.chunks) else t.chunks)
     }
-    left: dict[str, int] = {}
-    for fqn, entry in before.tensors.items():
-        is_taken = fqn in used or (entry.chunks and entry.chunks[0].extent in taken)
-        if not is_taken:
-            key = key_path(before, fqn)[0]
-            left[key] = left.get(key, 0) + entry.nbytes
-    for fqn, item in before.objects.items() if with_objects else ():
-        key = key_path(before, fqn)[0]
-        left[key] = left.get(key, 0) + item.extent.nbytes
-    return left
+    return {
+        fqn: entry.nbytes
+        for fqn, entry in before.tensors.items()
+        if fqn not in used and not (entry.chunks and entry.chunks[0].extent in taken)
+    }

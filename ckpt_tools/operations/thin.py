@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
 from ckpt_tools.core.catalog import Catalog
-from ckpt_tools.core.naming import find_optimizers, is_other_state, key_path
+from ckpt_tools.core.naming import find_optimizers, is_other_state, key_path, shortest_names
 from ckpt_tools.core.selection import check_globs, keep, matcher, refuse_unread
 from ckpt_tools.errors import (
     CheckpointError,
@@ -40,7 +40,6 @@ from ckpt_tools.transfer.options import Dtype, Options, Path_, Reading
 from ckpt_tools.transfer.transfer import TransferRequest, transfer
 
 _MAX_FILE_BYTES = 64 << 20  # of a small file that a save has put beside its data
-_MOST_NAMES = 4  # of what is gone below one key
 _EXTRA = "_extra_state"  # what `nn.Module.get_extra_state` returns
 
 
@@ -364,30 +363,11 @@ def _kept_part(catalog: Catalog, drop: Sequence[str]) -> Catalog:
 
 
 def _gone(before: Catalog, after: Catalog) -> dict[str, int]:
-    """Returns the shortest names of what is gone completely, with the bytes.
-
-    Many such names below one key are told as a part of that key.
-    """
-    kept = {
-        path[:depth]
-        for fqn in (*after.tensors, *after.objects)
-        for path in [key_path(before, fqn)]
-        for depth in range(1, len(path) + 1)
-    }
+    """Returns what is gone, with the bytes; see `shortest_names`."""
     sizes = {fqn: t.nbytes for fqn, t in before.tensors.items() if fqn not in after.tensors}
     objects = {fqn: o.extent.nbytes for fqn, o in before.objects.items()}
     sizes |= {fqn: n for fqn, n in objects.items() if fqn not in after.objects}
-    found: dict[tuple[str, ...], int] = {}
-    for fqn, nbytes in sizes.items():
-        path = key_path(before, fqn)
-        depth = next((d for d in range(1, len(path)) if path[:d] not in kept), len(path))
-        found[path[:depth]] = found.get(path[:depth], 0) + nbytes
-    named: dict[str, int] = {}
-    for path, nbytes in found.items():
-        beside = sum(other[0] == path[0] for other in found)
-        name = ".".join(path) if beside <= _MOST_NAMES else f"part of {path[0]}"
-        named[name] = named.get(name, 0) + nbytes
-    return named
+    return shortest_names(before, sizes, (*after.tensors, *after.objects))
 
 
 def _small_files(step: Step, source: Source) -> dict[str, bytes]:

@@ -239,3 +239,12 @@ def test_a_load_that_is_not_strict_names_what_it_leaves_out(tmp_path: Path) -> N
         tmp_path / "x", {"model": torch.nn.Linear(2, 2, bias=False)}, strict=False
     )
     assert any("not in the state" in n and "model.bias" in n for n in report.notes), report.notes
+
+
+def test_what_a_merge_leaves_out_has_its_own_name(tmp_path: Path) -> None:
+    """A part of the model is not told as the whole of it."""
+    model = {"l": {"w": torch.ones(3)}, "_extra_state": {"a": 1}, "frozen": torch.ones(5)}
+    state = {"model": model, "optimizer": {"state": {"m": torch.ones(2)}, "param_groups": [1]}}
+    ckpt_tools.save(tmp_path / "s", state)
+    done = ckpt_tools.merge(tmp_path / "s", tmp_path / "m.safetensors", exclude=["frozen"])
+    assert set(done.left_out) == {"model._extra_state", "model.frozen", "optimizer"}

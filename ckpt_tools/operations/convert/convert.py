@@ -13,7 +13,7 @@ from typing import Any, Unpack, cast
 
 from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.core.coverage import check as check_catalog
-from ckpt_tools.core.naming import model_only, strip_wrappers, stripped_from, stripper
+from ckpt_tools.core.naming import key_path, model_only, strip_wrappers, stripped_from, stripper
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import torch_save
 from ckpt_tools.formats.per_rank import files as per_rank
@@ -35,7 +35,7 @@ from ckpt_tools.operations.convert.take_apart import check_used, take_apart
 from ckpt_tools.operations.convert.targets import TARGETS
 from ckpt_tools.operations.convert.training_state import TrainingState, in_order, refuse_unnamed
 from ckpt_tools.operations.merge_reshard import (
-    left_out,
+    not_taken,
     unknown_values,
 )
 from ckpt_tools.operations.side_files import left_beside
@@ -281,8 +281,8 @@ def _stripped(parts: TrainingState, has_keys: bool) -> TrainingState:
 def _dropped(before: Catalog, after: Catalog, parts: TrainingState) -> dict[str, int]:
     """Returns the top-level keys that are left out completely, with their bytes."""
     kept = {f.partition(".")[0] for f in after.tensors} if parts.optimizers else set()
-    return {
-        key: nbytes
-        for key, nbytes in left_out(before, after, with_objects=False, used=parts.used).items()
-        if key not in kept
-    }
+    found: dict[str, int] = {}
+    for fqn, nbytes in not_taken(before, after, parts.used).items():
+        if (key := key_path(before, fqn)[0]) not in kept:
+            found[key] = found.get(key, 0) + nbytes
+    return found
