@@ -186,11 +186,13 @@ def look_at(number: int | None, store: Store | Path) -> Step:
     path = place_of(store.url)
     try:
         files = store.list_files()
-        manifest = find_manifest(store, files=files)
+        # a second try in a bucket lists again
+        known = files if _as_bucket(store) is None else None
+        manifest = find_manifest(store, files=known)
         problem = (
             _foreign_problem(store)
             if manifest is None
-            else first_problem(manifest, store, known=files) or _other_number(number, manifest)
+            else first_problem(manifest, store, known=known) or _other_number(number, manifest)
         )
         return Step(
             number or 0, path, sum(files.values()), manifest, problem, store, is_pinned=PIN in files
