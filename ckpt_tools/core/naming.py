@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.core.selection import keep, rename
@@ -105,15 +106,18 @@ def shortest_names(
         sizes: the bytes of those that are not kept.
         kept: the names of the others.
     """
-    held = {
-        path[:depth]
-        for path in (key_path(catalog, fqn) for fqn in kept)
-        for depth in range(1, len(path) + 1)
-    }
+    if not sizes:
+        return {}
+    held: dict[str, Any] = {}  # by key, the keys below: a name may have thousands of them
+    for fqn in kept:
+        below = held
+        for key in key_path(catalog, fqn):
+            below = below.setdefault(key, {})
     found: dict[tuple[str, ...], int] = {}
     for fqn, nbytes in sizes.items():
-        path = key_path(catalog, fqn)
-        depth = next((d for d in range(1, len(path)) if path[:d] not in held), len(path))
+        path, depth, below = key_path(catalog, fqn), 1, held
+        while depth < len(path) and path[depth - 1] in below:
+            below, depth = below[path[depth - 1]], depth + 1
         found[path[:depth]] = found.get(path[:depth], 0) + nbytes
     beside = Counter(path[0] for path in found)
     named: dict[str, int] = {}
