@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 Units = Mapping[str, torch.dtype | None]
 
 
+class HeldError(ValueError):
+    """Something beside its module holds a parameter."""
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """How FSDP2 shards a model, and in which types it computes.
@@ -107,8 +111,11 @@ def shard(
         values: fills a model that is on the meta device. They are the same for every mesh.
 
     Raises:
-        ValueError: something beside the model's modules holds a parameter.
+        HeldError: something beside the model's modules holds a parameter.
+        ValueError: the model is on the meta device, and `values` is None.
     """
+    if values is None and any(p.is_meta for p in model.parameters()):
+        raise ValueError("values: a model on the meta device needs FirstValues")
     before = {} if values else {n: weakref.ref(p) for n, p in model.named_parameters()}
     apply_fsdp(model, mesh, policy, units)
     if values:
@@ -189,11 +196,11 @@ def _check_references(before: dict[str, weakref.ref[nn.Parameter]]) -> None:
         before: the parameters that the modules had.
 
     Raises:
-        ValueError: with the name of the first such parameter.
+        HeldError: with the name of the first such parameter.
     """
     gc.collect()
     if held := [name for name, parameter in before.items() if parameter() is not None]:
-        raise ValueError(
+        raise HeldError(
             f"something beside its module holds the parameter {held[0]}, such as a"
             " list or a closure, and would keep the first values: take it from the module in"
             " forward"

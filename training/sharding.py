@@ -60,7 +60,7 @@ def shard(
     else:
         try:
             parallel.shard(model, mesh, policy_of(config), units, device, values)
-        except ValueError as error:
+        except parallel.HeldError as error:
             raise ConfigError(f"model.factory: {error}") from error
     if config.compute.compile:
         for name in blocks:

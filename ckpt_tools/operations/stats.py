@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Unpack
 
 from ckpt_tools.core.catalog import Catalog, TensorEntry
+from ckpt_tools.core.logs import log
 from ckpt_tools.core.plan import plan_values
 from ckpt_tools.core.quantized import described, may_be_codes, weights_in
 from ckpt_tools.core.selection import check_globs, chooser, keep
@@ -187,7 +188,8 @@ def _measured_at_once(
         return None
     try:
         return _measure(source, tensors, histogram, options, assumes=True)
-    except IntegrityError:
+    except IntegrityError as error:
+        log.warning("read again: a payload lies elsewhere, or bytes were wrong: %s", error)
         return None
 
 

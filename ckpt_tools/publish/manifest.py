@@ -329,7 +329,7 @@ def _tensors(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, SealedTensor
         raise ValueError(f"a shape is no list of at most {MAX_DIMS} numbers")
     shapes = list(map(tuple, lists))
     dims = list(chain.from_iterable(shapes))
-    # before they are multiplied: a text times a number is a long text
+    # check types before math.prod: it would repeat a string or a list
     is_sound = {*map(type, dims)} <= {int} and all(0 <= dim < _MAX_COUNT for dim in dims)
     if not is_sound or any(math.prod(filter(None, s)) >= _MAX_COUNT for s in shapes):
         raise ValueError("a dim, or the number of elements, is no number from 0 to 2**62")

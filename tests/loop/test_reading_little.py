@@ -118,8 +118,7 @@ def test_a_handle_that_has_read_a_row_still_proves_the_whole(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("width", [1, 300])
-def test_many_scattered_rows_cost_about_as_many_reads(width: int, tmp_path: Path) -> None:
-    """A plan of each row beside each other one took 20 s for 8,000 rows."""
+def test_many_scattered_rows_are_right(width: int, tmp_path: Path) -> None:
     want = torch.randn(20_000, width, generator=torch.Generator().manual_seed(0))
     ckpt_tools.save(tmp_path / "s", {"w": want})
     ckpt_tools.reshard(tmp_path / "s", tmp_path / "three", to_ranks=3)

@@ -10,7 +10,7 @@ import math
 import operator
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import EllipsisType, TracebackType
 from typing import Any
@@ -371,11 +371,8 @@ def _whole_numbers(indices: object) -> list[int]:
         TypeError: they are no list of integers.
     """
     listed = indices.tolist() if isinstance(indices, torch.Tensor) else indices
-    try:
-        found = list(listed)  # type: ignore[call-overload]
-    except TypeError:
-        found = [None]
-    if any(isinstance(one, bool) or not hasattr(one, "__index__") for one in found):
+    found = list(listed) if isinstance(listed, Iterable) else None
+    if found is None or not all(map(_is_index, found)):
         raise TypeError(
             "indices: expected a list or a 1-d tensor of integers, got"
             f" {printable(str(indices)[:40])}; a slice is read with tensor[2:5]"
