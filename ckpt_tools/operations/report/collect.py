@@ -310,19 +310,19 @@ def _duplicates(manifest: Manifest | None) -> Values:
     """
     if manifest is None:
         return {"nbytes": 0, "groups": []}
-    names: dict[tuple[object, ...], list[str]] = {}
+    alike: dict[tuple[object, ...], list[str]] = {}
     for fqn, tensor in manifest.tensors.items():
         if nbytes_of(tensor) and math.prod(tensor.shape) > 1:  # counters are equal, of course
             key = tensor.fingerprint, tensor.dtype, tensor.shape
-            names.setdefault(key, []).append(fqn)
+            alike.setdefault(key, []).append(fqn)
     found = sorted(
         (
             (
                 (len(same) - 1) * nbytes_of(manifest.tensors[same[0]]),
                 len(same),
-                printable(", ".join(same[:2])),
+                [printable(name) for name in same[:2]],
             )
-            for same in names.values()
+            for same in alike.values()
             if len(same) > 1
         ),
         reverse=True,
@@ -330,8 +330,8 @@ def _duplicates(manifest: Manifest | None) -> Values:
     return {
         "nbytes": sum(nbytes for nbytes, _, _ in found),
         "groups": [
-            {"nbytes": nbytes, "count": count, "name": name}
-            for nbytes, count, name in found[:_GROUPS]
+            {"nbytes": nbytes, "count": count, "names": names}
+            for nbytes, count, names in found[:_GROUPS]
         ],
     }
 
