@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import click
 import typer
@@ -30,7 +30,6 @@ from ckpt_tools.cli.process import (
     interrupted,
     leave,
     prepare_streams,
-    print_json,
     report_ignored,
     terminated,
 )
@@ -45,7 +44,18 @@ def _on_layout(message: str) -> str:
     from ckpt_tools.operations.convert.targets import TARGETS
 
     wrong = (name for name in TARGETS if f": {name!r} is not a valid int" in message)
-    return "".join(f" `ckpt convert --to {name}` writes this layout." for name in wrong)
+    return "".join(f"; `ckpt convert --to {name}` writes this layout" for name in wrong)
+
+
+def _fail_on_usage(error: click.UsageError) -> NoReturn:
+    """Ends the command like any other error, with the usage as the hint."""
+    message = redacted(error.format_message()).rstrip(".")  # an argument may be a URL with a secret
+    message += _on_layout(message)
+    hint = None
+    if error.ctx is not None:
+        usage = error.ctx.get_usage().removeprefix("Usage: ")
+        hint = f"usage: {usage}; see {error.ctx.command_path} --help"
+    fail(message, hint, error.exit_code, "UsageError")
 
 
 class _Commands(typer.core.TyperGroup):
@@ -56,7 +66,10 @@ class _Commands(typer.core.TyperGroup):
         if not args and not ctx.resilient_parsing:
             click.echo(ctx.get_help(), color=ctx.color)
             ctx.exit(2)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            _fail_on_usage(error)
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the verbs by purpose."""
@@ -68,11 +81,7 @@ class _Commands(typer.core.TyperGroup):
             sys.stdout.flush()  # flush here: an error can still set the exit status
             return result
         except click.UsageError as error:
-            # an argument may be a URL with a password
-            message = redacted(error.format_message())
-            message += _on_layout(message)
-            print_json(message, None, error.exit_code, "UsageError")
-            raise click.UsageError(message, error.ctx) from None
+            _fail_on_usage(error)
         except BrokenPipeError:  # the reader of the pipe has ended; click would exit with 1
             drop_output()
             raise SystemExit(128 + signal.SIGPIPE) from None

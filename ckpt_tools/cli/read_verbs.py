@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Annotated
 
@@ -16,7 +16,9 @@ from ckpt_tools.errors import (
     IntegrityError,
     NotACheckpointError,
     StorageError,
+    redacted,
 )
+from ckpt_tools.publish.step_names import number_in
 
 
 @contextmanager
@@ -25,18 +27,33 @@ def listed_if_several(src: str, shared: Shared) -> Iterator[None]:
     try:
         yield
     except NotACheckpointError as error:
-        if not _list(src, shared):
+        names = _list(src, shared)
+        if not names:
             raise
         summary = str(error).partition("\n")[0].removesuffix(":")  # the rest is the list
-        raise NotACheckpointError(summary, hint=error.hint) from None
+        raise NotACheckpointError(summary, hint=_of_a_run(src, names) or error.hint) from None
     except StorageError:
         if os.path.isdir(src):  # a store that does not answer is not asked again
             _list(src, shared)
         raise
 
 
-def _list(src: str, shared: Shared) -> bool:
-    """Lists a folder on stdout, if it is one and has entries; tells whether it did."""
+def _of_a_run(src: str, names: Sequence[str]) -> str | None:
+    """Returns the hint for a folder that is a run of steps; None for another folder."""
+    plain = (name.removesuffix("/") for name in names)
+    numbers = {name: number for name in plain if (number := number_in(name)) is not None}
+    if not numbers:
+        return None
+    newest = max(numbers, key=numbers.__getitem__)
+    run = redacted(src).rstrip("/")
+    return (
+        f"this is a run: give a step, such as {run}/{newest}; `ckpt ls` shows all steps, and"
+        " `ckpt latest` prints the path of the newest complete one"
+    )
+
+
+def _list(src: str, shared: Shared) -> list[str]:
+    """Lists a folder on stdout, if it is one; returns the names of what it has shown."""
     from ckpt_tools.cli import render
     from ckpt_tools.operations.folder import entries_of
 
@@ -44,8 +61,8 @@ def _list(src: str, shared: Shared) -> bool:
         entries = [] if shared.as_json or shared.quiet else entries_of(src, shared.storage_options)
         if entries:
             render.show_entries(entries)
-            return True
-    return False
+            return [entry.name for entry in entries]
+    return []
 
 
 @shares("storage_option", "shapes", "as_json")

@@ -412,9 +412,14 @@ def _show_metrics(steps: Sequence[Step]) -> None:
     """Prints a sparkline of each metric over the steps."""
     names = dict.fromkeys(name for step in steps for name in _metrics_of(step))
     for name in names:
-        found = [_metrics_of(step).get(name) for step in steps if name in _metrics_of(step)]
+        known = [step for step in steps if name in _metrics_of(step)]
+        found = [_metrics_of(step).get(name) for step in known]
         values = [math.nan if value is None else value for value in found]
-        print(f"{printable(name)}: {sparkline(values)}  {values[0]:.4g} → {values[-1]:.4g}")
+        line = f"{sparkline(values)}  {values[0]:.4g} → {values[-1]:.4g}"
+        if len(values) == 1:
+            line = f"{values[0]:.4g}"
+        line += f" (step {known[-1].number:,})" * (known[-1] is not steps[-1])
+        print(f"{printable(name)}: {line}")
 
 
 def _timing_of(step: Step) -> Mapping[str, float | None]:
@@ -493,13 +498,20 @@ def show_pruned(result: Pruned, leftovers: Sequence[Leftover], is_dry_run: bool)
         print(f"could not remove {printable(path)}: {error}", file=sys.stderr)
     for path, error in result.unreadable.items():
         print(f"not counted, since it cannot be read: {printable(path)}: {error}", file=sys.stderr)
+    _show_leftovers(leftovers, verb)
+    if result.removed:
+        nbytes = format_size(sum(step.nbytes for step in result.removed))
+        print(f"{verb} {count(len(result.removed), 'step')}, {nbytes}")
+    if not (result.removed or result.failed or leftovers):
+        print("nothing to remove")
+
+
+def _show_leftovers(leftovers: Sequence[Leftover], verb: str) -> None:
     for left in leftovers:
         if left.problem:
             print(f"could not look at {printable(left.url)}: {left.problem}", file=sys.stderr)
         else:
             print(f"{verb} {printable(left.url)}  what a dead job left")
-    if not (result.removed or result.failed or leftovers):
-        print("nothing to remove")
 
 
 def pruned_as_json(

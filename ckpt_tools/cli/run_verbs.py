@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -126,12 +126,25 @@ def list_(
         print("no steps" + "; a checkpoint itself: see ckpt inspect" * is_one)
         if entries or not is_one:
             render.show_entries(entries)
-    if others and (steps or shared.as_json):
-        print(
-            f"not steps: {render.some_names(others)}",
-            file=sys.stderr if shared.as_json else sys.stdout,
-        )
+    if others and shared.as_json:
+        print(f"not steps: {render.some_names(others)}", file=sys.stderr)
+    elif others and steps:
+        _show_others(root, others, shared)
     fail_if_unreadable(steps)
+
+
+def _show_others(root: str, others: Sequence[str], shared: Shared) -> None:
+    """Lists what lies beside the steps of a run."""
+    from ckpt_tools.cli import render
+    from ckpt_tools.operations.folder import entries_of
+
+    names = {name.removesuffix("/") for name in others}
+    entries = entries_of(root, shared.storage_options, names.__contains__)
+    if any(entry.about for entry in entries):
+        print("not steps:")
+        render.show_entries(entries)
+    else:
+        print(f"not steps: {render.some_names(others)}")
 
 
 def _show_bytes(root: str, price: float | None, shared: Shared) -> None:

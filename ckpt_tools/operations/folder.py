@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +47,16 @@ class Entry:
 
 
 def entries_of(
-    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    is_wanted: Callable[[str], bool] = lambda _: True,
 ) -> list[Entry]:
     """Returns what lies in a folder: folders first, then files, by name.
+
+    Args:
+        path: of the folder, or its URL.
+        storage_options: of the object store, as fsspec takes them.
+        is_wanted: tells by the name whether to list an entry.
 
     It reads metadata only. One entry that cannot be read hides no other. Hidden names
     and our own notes are omitted. Only the first 100 entries are opened.
@@ -60,14 +67,16 @@ def entries_of(
     where = local_path(path).rstrip("/") or "/"
     store = open_store(where, storage_options)
     try:
-        names = (name for name in store.folders() if not name.startswith("."))
+        names = (n for n in store.folders() if not n.startswith(".") and is_wanted(n))
         folders = sorted(names, key=natural)
         files = {
             name: size
             for name, size in store.list_files().items()
-            if not name.startswith(".") and note_of(name) is None
+            if not name.startswith(".") and note_of(name) is None and is_wanted(name)
         }
-        strays = {n: to for n, to in store.strays().items() if not n.startswith(".")}
+        strays = {
+            n: to for n, to in store.strays().items() if not n.startswith(".") and is_wanted(n)
+        }
         look = iter(range(_MOST))
         return [
             *(_folder(store, name, next(look, None) is not None) for name in folders),

@@ -126,3 +126,20 @@ def test_many_scattered_rows_are_right(width: int, tmp_path: Path) -> None:
     for name in ("s", "three"):
         with ckpt_tools.open(tmp_path / name) as opened:
             assert torch.equal(opened.rows("w", indices), want[indices])
+
+
+def test_a_closed_checkpoint_refuses_to_read(stored: dict[str, Path]) -> None:
+    with ckpt_tools.open(stored["sealed"]) as opened:
+        tensor = opened["rows.float32"]
+    assert tensor.shape == (37, 5) and "rows.float32" in opened
+    for read in (
+        lambda: tensor[0],
+        tensor.torch,
+        tensor.numpy,
+        lambda: opened["none.float32"][:],
+        lambda: opened.rows("rows.float32", [1]),
+        lambda: opened.file(".metadata"),
+    ):
+        with pytest.raises(ValueError, match=r"the checkpoint is closed: .*; open it again"):
+            read()
+    opened.close()

@@ -154,8 +154,12 @@ def test_ls_names_what_is_no_step(tmp_path: Path, ckpt: Run) -> None:
     for name in ("last.ckpt", "ep0-ba10.pt"):
         (tmp_path / "run" / name).write_bytes(b"x")
     (tmp_path / "run" / "ep1-ba20").mkdir()
-    done = ckpt("ls", tmp_path / "run")
-    assert "not steps: ep0-ba10.pt, ep1-ba20/, last.ckpt" in done.stdout
+    (tmp_path / "run" / "notes.txt").write_bytes(b"x")
+    _, _, rest = ckpt("ls", tmp_path / "run").stdout.partition("not steps:\n")
+    lines = {line.split()[0]: line for line in rest.splitlines()}
+    assert lines["ep1-ba20/"].split() == ["ep1-ba20/", "folder", "0", "B", "empty"]
+    assert "not read: " in lines["last.ckpt"] and "not read: " in lines["ep0-ba10.pt"]
+    assert "  other files: notes.txt" in rest and "step-00000001" not in rest
     done = ckpt("ls", tmp_path / "run", "--json")
     assert "not steps: ep0-ba10.pt" in done.stderr and len(json.loads(done.stdout)) == 1
 

@@ -118,7 +118,7 @@ class StoredTensor:
 class Checkpoint(Mapping[str, StoredTensor]):
     """An opened checkpoint: its tensors by name. Nothing but metadata is read until you ask.
 
-    Use it in a `with` block, or call `close()`.
+    Use it in a `with` block, or call `close()`. A read after that raises ValueError.
 
     Attributes:
         path: path or URL.
@@ -130,6 +130,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         self._source, self._sealed = source, sealed
         self.path, self.format = source.path, source.catalog.format
         self.world_size = source.catalog.world_size
+        self._is_closed = False
         self._proved = set[str]()  # tensors whose replicas are equal
         self._places: dict[str, list[tuple[Box, Extent]]] = {}  # of the payloads of some tensors
 
@@ -187,6 +188,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
             StorageError: there is no such file, or it is larger than 64 MiB.
             IntegrityError: it is not what was sealed.
         """
+        self._refuse_closed()
         nbytes = self._source.store.size(name)
         if nbytes > _MAX_FILE_BYTES:
             raise StorageError(
@@ -240,10 +242,16 @@ class Checkpoint(Mapping[str, StoredTensor]):
         return value[[i % size + shifts[bisect_right(firsts, i % size) - 1][1] for i in found]]
 
     def close(self) -> None:
-        """Closes its files and connections."""
+        """Closes its files and connections. Names and shapes stay; values are no longer read."""
+        self._is_closed = True
         self._source.store.close()
 
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise ValueError(f"the checkpoint is closed: {printable(self.path)}; open it again")
+
     def _read(self, entry: TensorEntry, box: Box) -> torch.Tensor:
+        self._refuse_closed()
         tensor = self._read_directly(entry, box)
         if tensor is None:
             tensor = self._empty(entry, box)
@@ -252,6 +260,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     def _read_rows(self, entry: TensorEntry, boxes: Sequence[Box]) -> torch.Tensor:
         """Reads boxes of rows, and returns them one below the other."""
+        self._refuse_closed()
         found = [self._read_directly(entry, box) for box in boxes]
         parts = [
             self._empty(entry, box) if part is None else part
