@@ -689,7 +689,10 @@ class CheckpointManager:
             PeerError: a rank got a signal, and another one did not answer.
         """
         self._check_open("preempted")
-        return self._preemption.ask() if self._preemption is not None else 0
+        number = self._preemption.ask() if self._preemption is not None else 0
+        if number and self._mirror is not None:
+            self._mirror.copy_each_step()
+        return number
 
     def close(self) -> None:
         """Waits for the background save, then releases the directory.

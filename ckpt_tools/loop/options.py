@@ -41,7 +41,8 @@ class Mirror:
 
     Attributes:
         url: of a directory in an object store, such as `s3://bucket/run`.
-        every: steps whose number is a multiple of this are copied; all if None.
+        every: steps whose number is a multiple of this are copied; all if None. After `preempted()`
+            has answered with a signal, each step is copied.
     """
 
     url: str

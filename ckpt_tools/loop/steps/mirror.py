@@ -129,6 +129,10 @@ class MirrorWriter:
             self._waiting = path
             self._work_on()
 
+    def copy_each_step(self) -> None:
+        """Copies each later step, whatever its number: this machine is about to go."""
+        self.every = None
+
     def needed(self) -> list[Path]:
         """Returns the steps that must stay on the disk, because they are not copied yet."""
         with self._lock:
