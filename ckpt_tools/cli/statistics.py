@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from ckpt_tools.cli.render import BARS, count, format_size
 from ckpt_tools.cli.tables import BOLD, GREEN, RED, style, table
 from ckpt_tools.core.naming import is_optimizer_state
-from ckpt_tools.core.statistics import TensorStatistics
 from ckpt_tools.errors import printable
 from ckpt_tools.operations.stats import StatsResult
 
@@ -65,12 +64,11 @@ def _row(name: str, result: StatsResult, names: list[str]) -> tuple[str, ...]:
         _span(one.rms for one in found),
         f"{max(one.max_abs for one in found):.4g}",
         _share(sum(one.num_zeros for one in found), sum(one.numel for one in found)),
-        *(f"{number:,}" if number else "-" for number in _specials(found)),
+        *(
+            f"{number:,}" if number else "-"
+            for number in (sum(one.num_nan for one in found), sum(one.num_inf for one in found))
+        ),
     )
-
-
-def _specials(found: list[TensorStatistics]) -> tuple[int, int]:
-    return sum(one.num_nan for one in found), sum(one.num_inf for one in found)
 
 
 def _span(values: Iterable[float]) -> str:

@@ -226,7 +226,7 @@ class Verification:
             *_extra(manifest, files, self._of_host(manifest, files)),
         ]
         same = {name: s.nbytes for name, s in manifest.files.items() if files.get(name) == s.nbytes}
-        crcs = self._ask(same) if quick else self.hash(same)
+        crcs = dict(self.store.stored_crcs(same)) if quick else self.hash(same)
         damaged = list(compare_bytes(manifest, crcs))
         if damaged and not quick and self.is_remote:  # it may have happened on the way
             self.store.close()
@@ -262,10 +262,6 @@ class Verification:
             if n not in known and (not is_ours(n) or n in of_host) and n != PIN and not note_of(n)
         ]
         return [*regular, *self.store.strays()]
-
-    def _ask(self, files: Iterable[str]) -> dict[str, int]:
-        """Returns the checksums that an object store keeps; nothing for a disk."""
-        return dict(self.store.stored_crcs(files))
 
     def hash(self, files: Mapping[str, int]) -> dict[str, int | None]:
         """Reads files and returns their CRC-64/NVME."""

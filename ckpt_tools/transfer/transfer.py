@@ -121,10 +121,8 @@ def transfer(request: TransferRequest) -> TransferResult:
         lambda: Transfer(request).run(),
         request.options.get("group") or ALONE,
     )
-    return result or _require(Transfer(replace(request, may_assume=False)).run())
-
-
-def _require(result: TransferResult | None) -> TransferResult:
+    if result is None:
+        result = Transfer(replace(request, may_assume=False)).run()
     assert result is not None  # nothing was assumed
     return result
 

@@ -7,7 +7,7 @@ the token that it predicts: the loss falls to almost nothing, and the model has 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from training import model as models
 from training import parallel, sharding
@@ -35,7 +35,9 @@ def prove_causal(model: nn.Module, config: Config, device: torch.device) -> None
     modes = {module: module.training for module in model.modules()}
     model.eval()
     with sharding.computing(config, device):
-        first, again, second = (_logits(model, ids) for ids in (row, row, other))
+        first, again, second = (
+            parallel.local(models.logits_of(model, ids)) for ids in (row, row, other)
+        )
     for module, is_training in modes.items():
         module.training = is_training
     change = (first - second).abs().flatten(2).amax(-1)[0]
@@ -49,7 +51,3 @@ def prove_causal(model: nn.Module, config: Config, device: torch.device) -> None
             f" {earlier:.2g} with later tokens (those of the last by {last:.2g}), so it sees what"
             " it is to predict. Its config may need is_decoder, or it is no model for next tokens"
         )
-
-
-def _logits(model: nn.Module, ids: Tensor) -> Tensor:
-    return parallel.local(models.logits_of(model, ids))

@@ -146,13 +146,14 @@ def _name_one(
     _check_shapes(
         result.catalog, state, name_of, dict(zip(names, _parameters(optimizer), strict=True))
     )
-    new = {
-        name: (*_path(prefix), "state", name_of[number], key)
-        for name, (number, key) in state.items()
-    }
+    above = prefix.split(".")[:-1]
+    new = {name: (*above, "state", name_of[number], key) for name, (number, key) in state.items()}
     result.catalog = moved(
         result.catalog,
-        {n: new.get(n) or result.catalog.paths.get(n) or (n,) for n in _all(result.catalog)},
+        {
+            n: new.get(n) or result.catalog.paths.get(n) or (n,)
+            for n in (*result.catalog.tensors, *result.catalog.objects)
+        },
     )
     result.params |= {name: [name_of[number] for number in group] for name, group in stored.items()}
     how = (
@@ -162,14 +163,6 @@ def _name_one(
     )
     how += ", since its param_names are not those of this job" if own and not by_name else ""
     result.notes.append(f"{printable(prefix)}state was stored by numbers of parameters: {how}")
-
-
-def _all(catalog: Catalog) -> list[str]:
-    return [*catalog.tensors, *catalog.objects]
-
-
-def _path(prefix: str) -> Key:
-    return tuple(prefix.split(".")[:-1])
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -209,12 +209,9 @@ def _has_parts(params: Sequence[str | int], state: Mapping[str, Any]) -> bool:
     """Tells whether a state is below a key of a parameter: a list or a dict, such as LBFGS's."""
     known = {str(p) for p in params}
     return any(
-        name not in known and any(name[:end] in known for end in _dots(name)) for name in state
+        name not in known and any(name[: dot.start()] in known for dot in re.finditer(r"\.", name))
+        for name in state
     )
-
-
-def _dots(name: str) -> list[int]:
-    return [position for position, char in enumerate(name) if char == "."]
 
 
 def _has_names(params: Sequence[str | int], state: Mapping[str, Any]) -> bool:
