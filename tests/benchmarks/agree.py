@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from ckpt_tools.core.box import Box
+from ckpt_tools.core.memory import no_gc
 from ckpt_tools.formats.dcp.metadata import ItemLocation
 from ckpt_tools.loop.saving.replicas import Proof, ReplicaProof
 from ckpt_tools.loop.saving.save import RankNames, SaveLayout, _fingerprints, _seal, assign
@@ -56,8 +57,9 @@ def ours(num_ranks: int, num_tensors: int) -> tuple[float, int, float, int]:
     ]
     paths = {o.fqn: tuple(o.fqn.split(".")) for o in shard_infos(0, num_ranks, num_tensors)}
     began = time.perf_counter()
-    gathered = [pickle.loads(s) for s in sent]
-    tasks, head = assign([g[0] for g in gathered], [g[1] for g in gathered], paths)
+    with no_gc():  # as `agree_layout` does
+        gathered = [pickle.loads(s) for s in sent]
+        tasks, head = assign([g[0] for g in gathered], [g[1] for g in gathered], paths)
     tasks_sent = [pickle.dumps(t, protocol=4) for t in tasks]
     file = plan_file(0, [gathered[0][0][i] for i in tasks[0].shards])
     planned = time.perf_counter() - began

@@ -501,13 +501,19 @@ def _emit_tensor(out: _Emitter, tensor: TensorMeta) -> None:
         + b"\x89tb"
     )
     out.put(out.name("size") + out.size(tensor.shape) + out.name("chunks") + b"](")
-    for offsets, sizes in tensor.boxes:
+    # most tensors of a model are cut like another one
+    out.put(out.reused(("boxes", *tensor.boxes), lambda: _chunks(out, tensor.boxes)) + b"eub")
+
+
+def _chunks(out: _Emitter, boxes: Iterable[Box]) -> bytes:
+    parts = list[bytes]()
+    for offsets, sizes in boxes:
         head = out.reused(
             "chunk", lambda: out.new(METADATA, "ChunkStorageMetadata") + b"}(" + out.name("offsets")
         )
-        out.put(head + out.size(offsets) + out.reused("sizes", lambda: out.name("sizes")))
-        out.put(out.reused(sizes, lambda: out.size(sizes) + b"ub"))  # noqa: B023  (called at once)
-    out.put(b"eub")
+        parts += (head, out.size(offsets), out.reused("sizes", lambda: out.name("sizes")))
+        parts.append(out.reused(sizes, lambda: out.size(sizes) + b"ub"))  # noqa: B023  (called at once)
+    return b"".join(parts)
 
 
 def _emit_place(
@@ -518,8 +524,10 @@ def _emit_place(
         lambda: out.new(METADATA, "MetadataIndex") + b"}(" + out.name("fqn") + out.name(fqn),
     )
     if offset is not None and number is not None:
-        head += out.reused("number", lambda: out.name("index")) + _common(number)
-        head += out.reused("offset", lambda: out.name("offset")) + out.size(offset)
+        head += out.reused(
+            (number, offset),
+            lambda: out.name("index") + _common(number) + out.name("offset") + out.size(offset),
+        )
     out.put(
         head
         + out.reused(

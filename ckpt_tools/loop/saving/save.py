@@ -21,6 +21,7 @@ from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.coverage import check
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.laps import Laps
+from ckpt_tools.core.memory import no_gc
 from ckpt_tools.core.quantized import find_quantized
 from ckpt_tools.engine.execute import Progress
 from ckpt_tools.engine.statistics import Moments, add_moments
@@ -253,8 +254,9 @@ def agree_layout(
     """
     tasks: list[WriteTask] = []
     head = None
-    gathered = group.gather(names, "agree on the layout")
-    with group.phase("agree on the layout"):
+    with no_gc():
+        gathered = group.gather(names, "agree on the layout")
+    with group.phase("agree on the layout"), no_gc():
         if group.rank == 0:
             _check_values(
                 [g.values for g in gathered], {info.fqn for g in gathered for info in g.infos}
@@ -353,6 +355,7 @@ def assign(
     holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
     boxes: dict[tuple[str, tuple[int, ...]], Box] = {}
     partners: dict[str, set[str]] = {}
+    untied = set[str]()  # on some rank, with elements
     for rank, mine in enumerate(infos):
         for number, info in enumerate(mine):
             known, known_rank = first.setdefault(info.fqn, (info, rank))
@@ -364,20 +367,22 @@ def assign(
                 )
             # DCP keeps one chunk per offset: of several empty ones, the first
             key = (info.fqn, info.box.offsets)
-            if boxes.setdefault(key, info.box).numel < info.box.numel:
-                _check_same_split(info, rank, boxes[key], holders.get(key, ()))
-                boxes[key], holders[key] = info.box, []
-            if boxes[key] == info.box:
-                holders.setdefault(key, []).append((rank, number))
-            else:
-                _check_same_split(info, rank, boxes[key], holders[key])
-            if info.box.numel:
+            box = boxes.get(key)
+            if box == info.box:
+                holders[key].append((rank, number))
+            elif box is not None:
+                _check_same_split(info, rank, box, holders[key])
+            if box is None or box.numel < info.box.numel:
+                boxes[key], holders[key] = info.box, [(rank, number)]
+            if info.alias and info.box.numel:
                 partners.setdefault(info.fqn, set()).add(info.alias)
+            elif info.fqn not in untied and info.box.numel:
+                untied.add(info.fqn)
     # tied on every rank
     aliases = {
         fqn: next(iter(found))
         for fqn, found in partners.items()
-        if len(found) == 1 and found != {""}
+        if len(found) == 1 and fqn not in untied
     }
     return _spread(infos, objects, paths, first, holders, boxes, aliases, kinds or {})
 
@@ -453,12 +458,17 @@ def _head(
     """Plans every rank's file, checks that shards cover each tensor, and renders the metadata."""
     placed: dict[str, list[tuple[Box, ItemLocation]]] = {fqn: [] for fqn in first}
     sizes: dict[str, int] = {}
+    alike: dict[tuple[tuple[tuple[int, ...], str], ...], tuple[int, list[tuple[int, int]]]] = {}
     for rank, (mine, task) in enumerate(zip(infos, tasks, strict=True)):
         pieces = [mine[number] for number in task.shards]
-        file, laid_out = dcp.lay_out_rank(rank, ((p.box, BY_NAME[p.dtype]) for p in pieces))
-        for piece, (_, place) in zip(pieces, laid_out, strict=True):
-            placed[piece.fqn].append((piece.box, place))
-        sizes[file.name] = file.nbytes
+        key = tuple((p.box.sizes, p.dtype) for p in pieces)
+        if key not in alike:  # most files are laid out like that of another rank
+            file, laid_out = dcp.lay_out_rank(rank, ((p.box, BY_NAME[p.dtype]) for p in pieces))
+            alike[key] = file.nbytes, [(place.start, place.nbytes) for _, place in laid_out]
+        name = dcp.data_file_name(rank)
+        sizes[name], spans = alike[key]
+        for piece, (start, nbytes) in zip(pieces, spans, strict=True):
+            placed[piece.fqn].append((piece.box, ItemLocation(name, start, nbytes)))
     for fqn, other in aliases.items():
         placed[fqn] = placed[other]
     metadata = Metadata(paths=dict(paths))
@@ -466,7 +476,8 @@ def _head(
     for fqn, info in first.items():
         found = sorted(placed[fqn], key=lambda p: p[0].offsets)
         metadata.tensors[fqn] = TensorMeta(info.dtype, info.shape, [box for box, _ in found])
-        metadata.places |= {(fqn, box.offsets): place for box, place in found}
+        for box, place in found:
+            metadata.places[fqn, box.offsets] = place
         chunks = ChunkList(
             Chunk(box, Extent(place.file, place.start, place.nbytes, TORCH_ZIP))
             for box, place in found
