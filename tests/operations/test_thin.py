@@ -489,3 +489,20 @@ def test_du_and_the_report_name_what_thin_frees_and_prune_keeps(tmp_path: Path) 
     after = sum(one.step.nbytes for one in ckpt_tools.du(run))
     assert abs(before - after - freed) < 4096, "the manifest also gets shorter"
     assert not any(one.reclaimable for one in ckpt_tools.du(run))
+
+
+def test_what_thin_would_free_is_told_for_each_kind_of_step(tmp_path: Path) -> None:
+    """Steps of one size are looked at once, and a job may grow in the middle of a run."""
+    with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
+        for step in range(1, 10):
+            model = torch.nn.Linear(100 if step % 4 else 300, 10)
+            optimizer = torch.optim.AdamW(model.parameters())
+            model(torch.ones(model.in_features)).sum().backward()
+            optimizer.step()
+            more = {"note": "x" * (5000 if step % 3 == 0 else 1)}
+            state = {"model": model, "optimizer": optimizer, **more}
+            checkpoints.save(step, state, asynchronous=False)
+    would = {one.number: one for one in ckpt_tools.thin(tmp_path, 1, dry_run=True).thinned}
+    told = {one.step.number: one.reclaimable for one in ckpt_tools.du(tmp_path)}
+    assert told == {9: 0} | {number: one.freed_nbytes for number, one in would.items()}
+    assert len({told[number] for number in range(1, 9)}) == 3
