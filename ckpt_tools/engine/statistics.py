@@ -27,6 +27,7 @@ from ckpt_tools.ranks.base import Group
 _BLOCK_NUMEL = 1 << 15  # a block and its float64 values stay in a processor's cache
 _CODES_NUMEL = 1 << 13  # from here on, counting the codes of a short type is faster
 _BIAS = 1023  # of float64's exponent
+_INFINITE = 0x7F80  # the upper bits of a float32 that is infinite
 Counts = npt.NDArray[np.int64]
 
 
@@ -100,8 +101,12 @@ def measure(data: Bytes, dtype: DType, with_exponents: bool = False) -> Moments:
     if dtype.bits <= 16 and len(data) >= _CODES_NUMEL * dtype.itemsize:
         return _measure_codes(data, dtype, with_exponents)
     step = _BLOCK_NUMEL * dtype.itemsize
+    is_float32 = dtype.name == "float32"
     for start in range(0, len(data), step):
-        total.add(_measure_block(data[start : start + step], dtype, with_exponents))
+        block = data[start : start + step]
+        total.add(_measure_block(block, dtype, with_exponents and not is_float32))
+    if with_exponents and is_float32:
+        total.exponents, total.lost = _count_float32(data)
     return total
 
 
@@ -210,6 +215,50 @@ def _lost(magnitudes: npt.NDArray[np.float64], counts: Any) -> Counts:
         ):
             found[number, column] = (is_lost if counts is None else counts * is_lost).sum()
     return found
+
+
+def _count_float32(data: Bytes) -> tuple[Counts, Counts]:
+    """Returns what `_exponents` and `_lost` return of the finite float32 values in `data`.
+
+    It counts by the upper 15 bits of a magnitude: exponent and 7 bits of mantissa. Only values that
+    share them with a limit of a short type, or that are subnormal, are looked at again.
+    """
+    upper = data.view(np.uint16)[1::2]
+    counts = np.zeros(_INFINITE, np.int64)
+    for start in range(0, len(upper), 8 * _BLOCK_NUMEL):
+        some = upper[start : start + 8 * _BLOCK_NUMEL] & 0x7FFF
+        counts += np.bincount(some, minlength=1 << 15)[:_INFINITE]
+    below = np.concatenate(([0], np.cumsum(counts)))  # below[i]: values with less than i
+
+    words: npt.NDArray[np.uint32] = data.view(np.uint32)
+    exponents = np.zeros(2048, np.int64)
+    exponents[_BIAS - 126 : _BIAS + 128] = counts[128:].reshape(-1, 128).sum(axis=1)
+    tiny = np.empty(0, np.float64)
+    num_zeros = 0
+    if below[128]:  # zeros and subnormal values
+        magnitudes = words & 0x7FFFFFFF
+        num_zeros = len(magnitudes) - int(np.count_nonzero(magnitudes))
+        if num_zeros < below[128]:
+            found = magnitudes[(magnitudes > 0) & (magnitudes < 1 << 23)]
+            tiny = found.view(np.float32).astype(np.float64)
+            exponents += _exponents(tiny)
+
+    def at_most(limit: float) -> int:
+        """Returns the number of finite values with a magnitude of at most `limit`."""
+        nearest = np.float32(limit)
+        last = int(nearest.view(np.uint32)) - (float(nearest) > limit)
+        first = last >> 16
+        if not counts[first]:
+            return int(below[first])
+        inside = words & 0x7FFFFFFF
+        return int(below[first]) + int(np.count_nonzero((inside >= first << 16) & (inside <= last)))
+
+    finite = int(below[-1])
+    lost = [
+        (at_most(kind.zero) - num_zeros, finite - at_most(math.nextafter(kind.large, 0.0)))
+        for kind in SHORT_TYPES
+    ]
+    return exponents, np.array(lost, np.int64)
 
 
 def _measure_codes(data: Bytes, dtype: DType, with_exponents: bool) -> Moments:

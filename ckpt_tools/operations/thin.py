@@ -336,7 +336,7 @@ def _thin_one(
 
 
 def _sizes_in(step: Step) -> object:
-    """Returns what the result of a dry run depends on: two steps of one job differ in values only."""
+    """Returns what the result of a dry run depends on. Steps of one job differ in values only."""
     manifest = step.manifest
     if manifest is None or manifest.index is None:
         return None
