@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools.cli.tables import BOLD, style, table
 from ckpt_tools.core.naming import find_optimizers, key_path
 from ckpt_tools.errors import printable, redacted
+from ckpt_tools.storage.base import is_url
 
 if TYPE_CHECKING:
     from ckpt_tools.loop.steps.retention import Pruned
@@ -302,10 +303,8 @@ def show_transfer(result: TransferResult) -> None:
         print(f"  {format_size(result.kept_nbytes)} of it was there from an earlier attempt")
     if result.store_nbytes:
         client = max(0, result.written_nbytes - result.store_nbytes)
-        print(
-            f"  {format_size(result.store_nbytes)} copied within the store,"
-            f" {format_size(client)} through this machine"
-        )
+        how, rest = _own_copy(result.destination)
+        print(f"  {format_size(result.store_nbytes)} {how}, {format_size(client)} {rest}")
     print(
         "  by dtype: "
         + ", ".join(
@@ -539,14 +538,22 @@ def show_copy(result: CopyResult) -> None:
     where, total = printable(result.destination), sum(result.files.values())
     files = count(len(result.files), "file")
     print(f"{verb} {where}: {files}, {format_size(total)} in {result.seconds:.2f} s")
+    how, rest = _own_copy(result.destination)
     parts = (
-        ("through this machine", result.client_nbytes),
-        ("within the store", result.store_nbytes),
+        (rest, result.client_nbytes),
+        (how, result.store_nbytes),
         ("there already", result.kept_nbytes),
     )
     print("  " + ", ".join(f"{format_size(nbytes)} {what}" for what, nbytes in parts if nbytes))
     for note in result.notes:
         print(f"  note: {printable(note)}")
+
+
+def _own_copy(destination: str) -> tuple[str, str]:
+    """Returns what a store does with bytes that it copies by itself, and what happens to others."""
+    if is_url(destination):
+        return "copied within the store", "through this machine"
+    return "cloned (both files share the blocks)", "written"
 
 
 def step_as_json(step: Step) -> dict[str, Any]:

@@ -462,8 +462,15 @@ def lay_out(request: Request) -> Target:
     literals, slots, sizes, weight_map = [], {}, {}, {}
     for number, name in enumerate(names):
         mine = [t for t in request.tensors if t.boxes[number] is not None]
-        # a stable sort: the order within both groups stays
-        mine.sort(key=lambda t: whole(t.shape).numel * t.dtype.itemsize >= request.small_first)
+        # A stable sort: the order within each group stays. Tensors of whole pages come first, so
+        # that each begins on a page, and a file system can clone it.
+        nbytes_of = {t.fqn: whole(t.shape).numel * t.dtype.itemsize for t in mine}
+        mine.sort(
+            key=lambda t: (
+                nbytes_of[t.fqn] >= request.small_first,
+                nbytes_of[t.fqn] % _PAGE_BYTES > 0,
+            )
+        )
         header = _render_header(mine)
         literals.append(Literal(name, 0, header))
         at = len(header)

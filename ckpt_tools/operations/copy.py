@@ -442,16 +442,10 @@ class _CopyJob:
                     )
             right = group.broadcast(right, "what is there")
             self.missing = {name: nbytes for name, nbytes in self.data.items() if name not in right}
+            within = self._copy_target(staged, notes)
             with group.phase("check the free space"):
-                self.target.check_room(sum(self.missing.values()))
+                self.target.check_room(0 if within else sum(self.missing.values()))
             with bar("copy", sum(self.missing.values())) as advance:
-                within = (
-                    staged.copy_target(self.source.folder) if self.crcs or not self.single else None
-                )
-                # for the reason, see RemoteStore.copy_source
-                if within and any("%" in name for name in self.missing):
-                    notes.append("copied through this machine, since a name has a %")
-                    within = None
                 if within:
                     self.is_within = True
                     with group.phase("copy"):
@@ -465,6 +459,21 @@ class _CopyJob:
                 claim.check()
             files = {self.name(name): nbytes for name, nbytes in self.data.items()}
             return notes + staged.publish(*self._last(attempt, crcs), files)
+
+    def _copy_target(self, staged: Attempt, notes: list[str]) -> CopyTarget | None:
+        """Returns the target for copies that the store makes; None if all bytes pass here."""
+        if self.single and not self.crcs:
+            return None
+        # a disk has no checksums of its own, and ranks create no files in a directory of another
+        if staged.folder is not None and (not self.crcs or self.group.size > 1):
+            return None
+        within = staged.copy_target(self.source.folder)
+        is_s3 = within is not None and not within.block_nbytes
+        if is_s3 and any("%" in name for name in self.missing):
+            # for the reason, see RemoteStore.copy_source
+            notes.append("copied through this machine, since a name has a %")
+            return None
+        return within
 
     @contextmanager
     def _claimed(self) -> Iterator[RootLock | None]:

@@ -147,7 +147,7 @@ class Attempt(ABC):
         return None
 
     def copy_target(self, origin: Store) -> CopyTarget | None:
-        """Returns a target for server-side copies from `origin`; None if the store cannot copy."""
+        """Returns a target for the store's own copies; None if it cannot copy from `origin`."""
         del origin
         return None
 
@@ -213,7 +213,15 @@ class CopiedRange(NamedTuple):
 
 
 class CopyTarget(Protocol):
-    """An attempt whose store can copy ranges of the source's files on the server."""
+    """An attempt whose store can copy ranges of the source's files without this process."""
+
+    @property
+    def block_nbytes(self) -> int:
+        """Returns of what both ends of a range are multiples, in both files.
+
+        Returns 0 if the ranges are parts of an upload.
+        """
+        ...
 
     @property
     def capabilities(self) -> Capabilities:
@@ -232,7 +240,7 @@ class CopyTarget(Protocol):
         Args:
             path: its name.
             nbytes: its bytes.
-            starts: first byte of each part in which the file is sent or copied.
+            starts: first byte of each part in which the file is sent or copied. A disk needs none.
             ranges: the ranges to copy, each one part.
         """
         ...

@@ -141,6 +141,10 @@ class LocalStore:
     def size(self, path: str) -> int:
         return os.fstat(self._open(path)).st_size
 
+    def descriptor(self, path: str) -> int:
+        """Returns the open file, which stays that of the store."""
+        return self._open(path)
+
     def version(self, path: str) -> str:
         at = os.fstat(self._open(path))
         return f"{at.st_size} {at.st_mtime_ns} {at.st_ctime_ns}"

@@ -182,6 +182,12 @@ class Resume:
         """Takes a finished batch."""
         return self._journal.note if self._journal else None
 
+    def forget_journal(self, attempt: Attempt) -> None:
+        """Keeps no journal of this attempt: no later one continues from it."""
+        self.end()
+        self._journal = None
+        forget(attempt)
+
     def check_claim(self) -> None:
         """Makes sure that no other process has taken over this attempt.
 

@@ -1,8 +1,9 @@
-"""Plans copies within one S3: the ranges of a target that the store copies, and the rest for this
-process.
+"""Plans copies within one store: the ranges of a target that the store copies, and the rest for
+this process. The store is an S3, or a file system that clones blocks.
 
-A part of a multipart upload has at least 5 MiB, except for the last, and a file has at most 10,000
-parts. So the engine copies short ranges, and the seam before a long one.
+In S3, a part of a multipart upload has at least 5 MiB, except for the last, and a file has at most
+10,000 parts. So the engine copies short ranges, and the seam before a long one. A file system
+clones whole blocks.
 
 The store copies a range only if the source's manifest has the checksums. This process does not read
 those bytes, so it could not seal them otherwise. The checksums of a slot are joined from those of
@@ -31,6 +32,7 @@ from ckpt_tools.storage.s3.multipart import MAX_PARTS, MIN_PART_BYTES, PART_BYTE
 from ckpt_tools.transfer.prove import SealedFingerprint
 
 _MAX_COPY_BYTES = 256 << 20
+_MIN_CLONE_BYTES = 64 << 10  # shorter ones are copied as fast
 
 
 class CopyRange(NamedTuple):
@@ -128,8 +130,11 @@ def plan_within(
     for tensor in plan.tensors:
         for slot, found in slots.ranges(tensor):
             ranges.setdefault(slot.file, []).extend(found)
+    block = copy_target.block_nbytes
     parts = {
-        file: cut_parts(target.file_sizes[file], found, file in slots.framed)
+        file: cut_blocks(target.file_sizes[file], found, block)
+        if block
+        else cut_parts(target.file_sizes[file], found, file in slots.framed)
         for file, found in ranges.items()
     }
     parts = {file: found for file, found in parts.items() if any(p.source for p in found)}
@@ -298,6 +303,34 @@ def cut_parts(nbytes: int, ranges: Sequence[CopyRange], framed: bool = False) ->
         parts += _pieces(source.start + stolen, end, least, source)
         sent = end
     return parts + _pieces(sent, nbytes, least, None)
+
+
+def cut_blocks(nbytes: int, ranges: Sequence[CopyRange], block: int) -> list[UploadPart]:
+    """Cuts a file for a file system that clones blocks: whole blocks are cloned, all else is sent.
+
+    Args:
+        nbytes: of the file.
+        ranges: which bytes are those of source files; they do not overlap.
+        block: bytes of a block.
+
+    Returns:
+        Parts that tile the file. No element is cut.
+    """
+    parts: list[UploadPart] = []
+    sent = 0  # the end of the parts so far
+    for source in sorted(ranges):
+        first = -(-source.start // block) * block
+        last = (source.start + source.nbytes) // block * block
+        is_apart = (source.start - source.source_start) % block
+        if is_apart or (first - source.start) % MAX_ITEMSIZE or last - first < _MIN_CLONE_BYTES:
+            continue
+        if sent < first:
+            parts.append(UploadPart(sent, first - sent, None))
+        parts.append(UploadPart(first, last - first, source))
+        sent = last
+    if sent < nbytes:
+        parts.append(UploadPart(sent, nbytes - sent, None))
+    return parts
 
 
 def _pieces(start: int, stop: int, least: int, source: CopyRange | None) -> list[UploadPart]:

@@ -219,12 +219,10 @@ class Transfer:
         self.part = replace(self.plan, tensors=mine)
         self.tensors = [self.request.catalog.tensors[t.fqn] for t in mine if not t.is_object]
 
-    # ---- check: room, where payloads are, replicas, what the source's manifest says --------------
+    # ---- check: where payloads are, replicas, what the source's manifest says --------------------
 
     def _check(self) -> None:
-        room = self.target.nbytes + ROOM_BYTES - self.resume.nbytes
         with self.group.phase("look at what is read"):
-            self.dst.check_room(room)
             self.assumes = self._may_assume()
             self.located: Payloads = (
                 self.source.assume(self.tensors)
@@ -285,8 +283,11 @@ class Transfer:
 
     def _copy(self, attempt: Attempt) -> None:
         """Copies this rank's share, and what the store can copy without a client."""
-        self.resume.begin(attempt, self.target.file_sizes, self.tiles, self.jobs)
         self.server_copy = self._plan_server_copy(attempt)
+        cloned = self.server_copy.nbytes if self.server_copy else 0
+        with self.group.phase("check the free space"):
+            self.dst.check_room(self.target.nbytes + ROOM_BYTES - self.resume.nbytes - cloned)
+        self.resume.begin(attempt, self.target.file_sizes, self.tiles, self.jobs)
         watched = read_whole(self.part, self.located, self.sealed_fingerprints)
         self.crcs = CrcWatch(watched, self.source.store)
         self.sink = sink = self.work.sink(attempt, self.server_copy)
@@ -295,6 +296,7 @@ class Transfer:
         self.work.open_files(sink, self.group)
         if self.server_copy:
             self.server_copy.add_known_slots(sink)
+            self.resume.forget_journal(attempt)  # it knows nothing of what the store copies
         with self.group.phase("copy"):
             plan = self.server_copy.rest if self.server_copy else self.work.plan
             batches = batches_for(plan, self.located, self.tiles, attempt.writable, self.work.share)
@@ -302,8 +304,10 @@ class Transfer:
 
     def _plan_server_copy(self, attempt: Attempt) -> ServerCopy | None:
         """Returns what the store of both ends copies without a client, None for nothing."""
+        if self.sealed is None or self.resume.nbytes or (self.group.rank and attempt.folder):
+            return None
         to = attempt.copy_target(self.source.folder)
-        if to is None or self.sealed is None:
+        if to is None:
             return None
         if self.group.size > 1:
             self.notes.append(

@@ -359,7 +359,9 @@ def test_a_disk_that_fills_in_the_middle_is_a_clear_error_and_the_old_result_sta
 ) -> None:
     disk = small_disk(130)
     args = [a.replace("out", "disk/out") for a in VERBS[verb]]
-    process = stopped_early(work, disk, args, lambda: shutil.disk_usage(disk).used < 64 << 20)
+    process = stopped_early(
+        work, disk, args, lambda: 4 << 20 < shutil.disk_usage(disk).used < 64 << 20
+    )
     fill(disk / "filler")
     process.send_signal(signal.SIGCONT)
     error = process.communicate(timeout=60)[1]

@@ -432,7 +432,7 @@ def test_a_run_that_finds_damage_leaves_nothing_to_go_on_from(source: Path, tmp_
     shutil.copytree(source / "src", tmp_path / "src")
     path = max((tmp_path / "src").glob("*.distcp"), key=lambda p: p.stat().st_size)
     with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
+        file.seek(path.stat().st_size // 2 + 100_000)  # within a payload
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))

@@ -55,6 +55,8 @@ from ckpt_tools.storage import MemoryStore, Store, check_path, read
 NAME = "dcp"
 STORES_TWINS = True
 LOOKS_FOR = ".metadata"
+_PAGE_BYTES = 4096
+_ALIGNED_BYTES = 64 << 10  # of a payload: shorter ones would grow too much
 _MANY_BYTES = 1 << 20  # a `.metadata` of this size has about 5,000 chunks
 _COLUMNS_FROM = 16  # chunks of a tensor
 _MAX_MORE_BYTES = 512  # torch adds a hash of the contents after the payload
@@ -524,8 +526,16 @@ class DataFile:
         return Slot(Box((0,), (nbytes,)), self.name, place.start), place
 
     def add_chunk(self, box: Box, wrapping: ArchiveWrapping) -> tuple[Slot, ItemLocation]:
-        """Appends the archive of a chunk."""
+        """Appends the archive of a chunk. The payload of a long one begins on a page.
+
+        So a file system can clone it. Readers do not see the zeros before the archive: the index
+        says where an archive lies.
+        """
         start = self.nbytes
+        gap = -(start + len(wrapping.prefix)) % _PAGE_BYTES
+        if gap and wrapping.nbytes >= _ALIGNED_BYTES:
+            self.literals.append(Literal(self.name, start, bytes(gap)))
+            start += gap
         data = start + len(wrapping.prefix)
         after = data + wrapping.nbytes
         self.literals.append(Literal(self.name, start, wrapping.prefix))

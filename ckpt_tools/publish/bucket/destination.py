@@ -535,6 +535,8 @@ class RemoteAttempt(Attempt):
 class BucketCopies:
     """See `CopyTarget`: copies within one S3."""
 
+    block_nbytes = 0
+
     def __init__(self, attempt: RemoteAttempt, source: RemoteStore) -> None:
         self._attempt, self._source = attempt, source
         self.capabilities = attempt.capabilities

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.core.plan import Literal
 from ckpt_tools.errors import PlanError, StorageError, printable
-from ckpt_tools.publish.base import Attempt, Destination
+from ckpt_tools.publish.base import Attempt, CopyTarget, Destination
 from ckpt_tools.publish.check_manifest import hash_files
 from ckpt_tools.publish.disk import commit
 from ckpt_tools.publish.disk.attempt_mark import MARK
+from ckpt_tools.publish.disk.clones import DiskClones, can_clone
 from ckpt_tools.publish.disk.staging import (
     StagingDirectory,
     find_dead,
@@ -207,6 +208,11 @@ class LocalAttempt(Attempt):
             if not PurePath(name).match(journal.GLOB) and not name.startswith(MARK):
                 (self.folder / name).unlink()
         self._own = self._staging.open(creates=False)
+
+    def copy_target(self, origin: Store) -> CopyTarget | None:
+        if not isinstance(origin, LocalStore) or not can_clone(origin, self.writable):
+            return None
+        return DiskClones(self.writable, origin)
 
     def sync(self) -> None:
         for folder in self.writable.folders():

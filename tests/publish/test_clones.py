@@ -1,0 +1,205 @@
+"""Merge, reshard, convert and copy on a file system that shares blocks: XFS on a loop device.
+
+What they write is compared with torch's own reading, and with what the same call writes on a file
+system that cannot clone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+import ckpt_tools
+from ckpt_tools import CheckpointManager, IntegrityError, StorageError
+from tests.command import run_command
+from tests.jobs import PYTHON_PATH
+
+MB = 1_000_000
+
+
+def mounted(folder: Path, size: str) -> Iterator[Path]:
+    image, where = folder / "image", folder / "xfs"
+    where.mkdir()
+    with image.open("wb") as file:
+        file.truncate(int(size) << 20)
+    if os.geteuid() or not shutil.which("mkfs.xfs"):
+        pytest.skip("needs root and mkfs.xfs")
+    subprocess.run(["mkfs.xfs", "-q", image], check=True)
+    if subprocess.run(["mount", "-o", "loop", image, where], capture_output=True).returncode:
+        pytest.skip("no loop device can be mounted here")
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", "--lazy", where], check=True)
+
+
+@pytest.fixture(scope="module")
+def xfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield from mounted(tmp_path_factory.mktemp("disk"), "2000")
+
+
+@pytest.fixture
+def work(xfs: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    folder = xfs / f"{abs(hash(request.node.nodeid)):x}"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "a.weight": (1024, 1024),
+        "odd": (333, 77),
+        "b.weight": (2048, 512),
+        "wide": (100, 1001),
+    }
+    found = {f"model.{n}": torch.randn(s, generator=generator) for n, s in shapes.items()}
+    found["model.half"] = torch.randn(4096, 256, generator=generator).bfloat16()
+    found["model.none"] = torch.zeros(0, 4)
+    found["model.one"] = torch.tensor(3.0)
+    return found
+
+
+def used(path: Path) -> int:
+    os.sync()
+    found = os.statvfs(path)
+    return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_each_verb_clones_and_gives_the_bytes_of_another_file_system(
+    ranks: int, work: Path, tmp_path: Path
+) -> None:
+    state = weights()
+    ckpt_tools.save(work / "one", state)
+    ckpt_tools.reshard(work / "one", work / "src", to_ranks=ranks)
+    shutil.copytree(work / "src", tmp_path / "src")
+    source = work / "src"
+    kept, written = {}, {}
+    for name, call in {
+        "m.safetensors": lambda at, to: ckpt_tools.merge(at, to),
+        "hf": lambda at, to: ckpt_tools.convert(at, to, to="hf", max_shard_bytes=5 * MB),
+        "m.pt": lambda at, to: ckpt_tools.convert(at, to, to="torch"),
+        "r1": lambda at, to: ckpt_tools.reshard(at, to, to_ranks=1),
+        "r2": lambda at, to: ckpt_tools.reshard(at, to, to_ranks=2),
+        "copy": lambda at, to: ckpt_tools.copy(at, to),
+    }.items():
+        before = used(work)
+        done = call(source, work / name)
+        written[name] = used(work) - before
+        kept[name] = done.store_nbytes
+        assert call(tmp_path / "src", tmp_path / name).store_nbytes == 0
+        assert ckpt_tools.verify(work / name).problems == []
+        for path in (p for p in (tmp_path / name).rglob("*") if p.is_file()):
+            other = work / name / path.relative_to(tmp_path / name)
+            if not path.name.startswith("ckpt.manifest"):
+                assert other.read_bytes() == path.read_bytes(), other
+    total = sum(t.nbytes for t in state.values())
+    share = 0.9 if ranks == 1 else 0.6  # thirds of some tensors begin in the middle of a page
+    assert min(kept["m.safetensors"], kept["hf"]) > share * total and kept["copy"] > total
+    assert written["m.safetensors"] < (1.1 - share) * total
+    merged = load_file(work / "m.safetensors")
+    assert all(torch.equal(merged[n], t) for n, t in state.items())
+    target = {n: torch.empty_like(t) for n, t in state.items()}
+    dcp.load(target, checkpoint_id=work / "r2", no_dist=True)
+    assert all(torch.equal(target[n], t) for n, t in state.items())
+
+
+def test_a_clone_changes_with_neither_file(work: Path) -> None:
+    ckpt_tools.save(work / "src", weights())
+    ckpt_tools.merge(work / "src", work / "m.safetensors")
+    data = (work / "m.safetensors").read_bytes()
+    with next((work / "src").glob("*.distcp")).open("r+b") as file:
+        file.write(b"\xff" * (4 * MB))
+    assert (work / "m.safetensors").read_bytes() == data
+    shutil.rmtree(work / "src")
+    assert ckpt_tools.verify(work / "m.safetensors").problems == []
+
+
+def test_damage_of_the_source_is_found_in_the_clone(work: Path) -> None:
+    """A clone reads nothing, so the damage goes along, and the seal tells."""
+    ckpt_tools.save(work / "src", weights())
+    path = next((work / "src").glob("*.distcp"))
+    at = path.read_bytes().index(weights()["model.a.weight"].numpy().tobytes()[:64])
+    with path.open("r+b") as file:
+        file.seek(at + 200_000)
+        file.write(b"\x55" * 8)
+    ckpt_tools.merge(work / "src", work / "m.safetensors")
+    problems = ckpt_tools.verify(work / "m.safetensors").problems
+    assert [problem.fqn for problem in problems] == ["", "model.a.weight"]
+    with pytest.raises(IntegrityError):
+        ckpt_tools.load(
+            work / "m.safetensors",
+            {"model": {"a": {"weight": torch.empty(1024, 1024)}}},
+            strict=False,
+        )
+
+
+def test_what_nobody_has_sealed_is_read_and_written(work: Path) -> None:
+    dcp.save(weights(), checkpoint_id=work / "stock", no_dist=True)
+    assert ckpt_tools.merge(work / "stock", work / "m.safetensors").store_nbytes == 0
+    ckpt_tools.save(work / "src", weights())
+    cast = ckpt_tools.merge(work / "src", work / "c.safetensors", dtype="bf16")
+    assert cast.store_nbytes < 3 * MB  # only what is bfloat16 already
+
+
+def test_the_command_says_what_it_cloned(work: Path) -> None:
+    ckpt_tools.save(work / "src", weights())
+    done = run_command("merge", work / "src", work / "m.safetensors")
+    assert "cloned (both files share the blocks)" in done.stdout
+    done = run_command("copy", work / "src", work / "copy")
+    assert "cloned (both files share the blocks)" in done.stdout
+
+
+def test_another_file_system_and_a_full_one(work: Path, tmp_path: Path) -> None:
+    ckpt_tools.save(work / "src", weights())
+    assert ckpt_tools.merge(work / "src", tmp_path / "m.safetensors").store_nbytes == 0
+    for small in mounted(tmp_path, "310"):
+        with CheckpointManager(small / "run") as checkpoints:
+            checkpoints.save(1, weights(), asynchronous=False)
+        step = small / "run" / "step-00000001"
+        room = os.statvfs(small).f_bavail * os.statvfs(small).f_frsize
+        (small / "rest").write_bytes(os.urandom(room - 2 * MB))
+        with pytest.raises(StorageError):  # the free space is asked for first
+            ckpt_tools.merge(step, small / "m.safetensors")
+        assert sorted(p.name for p in small.iterdir()) == ["rest", "run"]
+
+
+JOB = """
+import sys, ckpt_tools
+while True:
+    ckpt_tools.merge(sys.argv[1], sys.argv[2], overwrite=True)
+    ckpt_tools.reshard(sys.argv[1], sys.argv[3], to_ranks=1, overwrite=True)
+"""
+
+
+def test_a_kill_leaves_a_whole_result_or_none(work: Path) -> None:
+    ckpt_tools.save(work / "one", weights())
+    ckpt_tools.reshard(work / "one", work / "src", to_ranks=4)
+    out, again = work / "m.safetensors", work / "r1"
+    for number in range(12):
+        job = subprocess.Popen(
+            [sys.executable, "-c", JOB, work / "src", out, again],
+            env=os.environ | {"PYTHONPATH": PYTHON_PATH},
+        )
+        time.sleep(1.2 + 0.11 * number)
+        job.send_signal(signal.SIGKILL)
+        job.wait()
+        for result in (out, again):
+            assert not result.exists() or ckpt_tools.verify(result).problems == []
+    ckpt_tools.merge(work / "src", out, overwrite=True)
+    ckpt_tools.reshard(work / "src", again, to_ranks=1, overwrite=True)
+    names = {p.name for p in work.iterdir() if ".ckpt.manifest." not in p.name}
+    assert names == {"m.safetensors", "one", "r1", "src"}
