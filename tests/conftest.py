@@ -164,6 +164,19 @@ def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
+@pytest.fixture(autouse=True)
+def _one_client_after_the_other(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With CKPT_LONG=1, both clients run each test on one server: removes what a test has left."""
+    params = getattr(getattr(request.node, "callspec", None), "params", {})
+    if "CKPT_LONG" not in os.environ or not {"server", "client"} <= params.keys():
+        yield
+        return
+    running: Server = request.getfixturevalue("server")
+    before = running.contents()
+    yield
+    running.remove(running.contents() - before)
+
+
 @pytest.fixture(scope="session", params=SERVERS)
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -138,13 +138,15 @@ _PERIOD = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|m|min|h|d|w)")
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
-def parse_period(text: str | None, may_be_zero: bool = False) -> float | None:
+def parse_period(text: str | None, option: str, may_be_zero: bool = False) -> float | None:
     """Parses 90s, 30min, 6h, 2d or 1w into seconds."""
     if text is None:
         return None
     match = _PERIOD.fullmatch(text.strip())
     if not match or not (may_be_zero or float(match[1])):
-        raise typer.BadParameter(f"expected a time such as 30min, 6h or 2d, got {text!r}")
+        raise typer.BadParameter(
+            f"expected a time such as 30min, 6h or 2d, got {text!r}", param_hint=option
+        )
     return float(match[1]) * _SECONDS[match[2]]
 
 

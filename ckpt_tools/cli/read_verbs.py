@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,9 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.publish.step_names import number_in
 
+if TYPE_CHECKING:
+    from ckpt_tools.operations.folder import Entry
+
 
 @contextmanager
 def listed_if_several(src: str, shared: Shared) -> Iterator[None]:
@@ -27,21 +30,26 @@ def listed_if_several(src: str, shared: Shared) -> Iterator[None]:
     try:
         yield
     except NotACheckpointError as error:
-        names = _list(src, shared)
-        if not names:
+        entries = _list(src, shared)
+        if not entries:
             raise
-        summary = str(error).partition("\n")[0].removesuffix(":")  # the rest is the list
-        raise NotACheckpointError(summary, hint=_of_a_run(src, names) or error.hint) from None
+        # the rest of the message is the list
+        summary = str(error) if _is_silent(shared) else str(error).partition("\n")[0].rstrip(":")
+        raise NotACheckpointError(summary, hint=_of_a_run(src, entries) or error.hint) from None
     except StorageError:
         if os.path.isdir(src):  # a store that does not answer is not asked again
             _list(src, shared)
         raise
 
 
-def _of_a_run(src: str, names: Sequence[str]) -> str | None:
+def _is_silent(shared: Shared) -> bool:
+    return shared.as_json or shared.quiet
+
+
+def _of_a_run(src: str, entries: Sequence[Entry]) -> str | None:
     """Returns the hint for a folder that is a run of steps; None for another folder."""
-    plain = (name.removesuffix("/") for name in names)
-    numbers = {name: number for name in plain if (number := number_in(name)) is not None}
+    names = [e.name.rstrip("/") for e in entries if e.name.endswith("/") and e.is_readable]
+    numbers = {name: number for name in names if (number := number_in(name)) is not None}
     if not numbers:
         return None
     newest = max(numbers, key=numbers.__getitem__)
@@ -52,17 +60,17 @@ def _of_a_run(src: str, names: Sequence[str]) -> str | None:
     )
 
 
-def _list(src: str, shared: Shared) -> list[str]:
-    """Lists a folder on stdout, if it is one; returns the names of what it has shown."""
+def _list(src: str, shared: Shared) -> Sequence[Entry]:
+    """Lists a folder on stdout, if it is one; returns what is in it."""
     from ckpt_tools.cli import render
     from ckpt_tools.operations.folder import entries_of
 
     with suppress(CheckpointError):
-        entries = [] if shared.as_json or shared.quiet else entries_of(src, shared.storage_options)
-        if entries:
+        entries = entries_of(src, shared.storage_options)
+        if entries and not _is_silent(shared):
             render.show_entries(entries)
-            return [entry.name for entry in entries]
-    return []
+        return entries
+    return ()
 
 
 @shares("storage_option", "shapes", "as_json")

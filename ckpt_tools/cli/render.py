@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -460,6 +461,7 @@ def show_steps(
         state += f", not counted: {step.twin_note}" if step.twin else ""
         state += ", pinned" if step.is_pinned else ""
         state += f", thinned: no {printable(', '.join(step.thinned))}" if step.thinned else ""
+        state += f", salvaged: {count(step.num_lost, 'entry')} lost" if step.num_lost else ""
         state += f", not finite: {step.not_finite}" if step.not_finite else ""
         values = [_value(of(step), name) for of, name in columns]
         rows.append(
@@ -473,9 +475,6 @@ def show_steps(
                 state,
             )
         )
-    if not rows:
-        print("no steps")
-        return
     names = [printable(name) + " s" * (of is _timing_of) for of, name in columns]
     head = ("name", "bytes", "saved", "ranks", "finite", *names, "state")
     table(head, rows, right=(1, 3, *range(5, 5 + len(names))))
@@ -608,20 +607,32 @@ def show_thinned(result: ThinResult, price: float | None) -> None:
 # ---- du ------------------------------------------------------------------------------------------
 
 
-def show_bytes(found: Sequence[StepBytes], price: float | None) -> None:
+def show_bytes(root: str, found: Sequence[StepBytes], price: float | None) -> None:
     """Prints the bytes of each step, their sums, and what could be removed."""
+    from ckpt_tools.operations.run_bytes import THIN
+
     names = ("model", "optimizer", "other", "reclaimable")
 
     def row(name: str, total: int, parts: Iterable[int], why: str) -> tuple[str, ...]:
         return (name, format_size(total), *(format_size(n) if n else "-" for n in parts), why)
 
     rows = [
-        row(printable(one.step.name), one.step.nbytes, (getattr(one, n) for n in names), one.why)
+        row(
+            printable(one.step.name),
+            one.step.nbytes,
+            (getattr(one, n) for n in names),
+            one.why if one.why != THIN else "",
+        )
         for one in found
     ]
     sums = [sum(getattr(one, name) for one in found) for name in names]
     total = sum(one.step.nbytes for one in found)
     rows.append(row("all", total, sums, ""))
-    table(("name", "bytes", *names, "advice"), rows, right=range(1, 6))
+    if any(cells[-1] for cells in rows):
+        table(("name", "bytes", *names, "note"), rows, right=range(1, 6))
+    else:
+        table(("name", "bytes", *names), [cells[:-1] for cells in rows], right=range(1, 6))
     cost = f": {price_of(sums[-1], price)}" if price is not None else ""
     print(f"{format_size(sums[-1])} of {format_size(total)} can be removed{cost}")
+    if any(one.why == THIN for one in found):
+        print(f"{THIN.replace('ROOT', shlex.quote(redacted(root)))} removes what is no model")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -164,7 +164,7 @@ def _show_bytes(root: str, price: float | None, shared: Shared) -> None:
             )
         )
     else:
-        render.show_bytes(found, price)
+        render.show_bytes(root, found, price)
     fail_if_unreadable(one.step for one in found)
 
 
@@ -221,11 +221,16 @@ def _newest(root: str, verify: bool, allow_not_finite: bool, shared: Shared) -> 
     from ckpt_tools.run.steps import find_latest as find
     from ckpt_tools.run.steps import no_steps
 
+    more: dict[str, Any] = {}
+    if verify:
+        from ckpt_tools.operations.verify import step_damage
+
+        more = {"read": step_damage(shared.storage_options), "jobs": shared.jobs}
     found = find(
         open_root(root, shared.storage_options),
         verify=verify,
         allow_not_finite=allow_not_finite,
-        jobs=shared.jobs,
+        **more,
     )
     for path, reason in found.passed_over:
         print(f"passed over {printable(str(path))}: {reason}", file=sys.stderr)
@@ -357,18 +362,20 @@ def prune(
     from ckpt_tools.run.retention import Retention, refuse_unknown_metric
     from ckpt_tools.run.roots import open_root
 
-    if (keep_best is None) != (metric is None) or (higher_is_better and metric is None):
+    if higher_is_better and metric is None:
+        raise typer.BadParameter("--higher-is-better needs --metric")
+    if (keep_best is None) != (metric is None):
         raise typer.BadParameter("--keep-best and --metric need each other")
     rules = Retention(
         last=keep_last,
         every=keep_every,
-        every_s=parse_period(keep_spaced),
-        younger_s=parse_period(keep_younger),
+        every_s=parse_period(keep_spaced, "--keep-spaced"),
+        younger_s=parse_period(keep_younger, "--keep-younger"),
         best=keep_best,
         metric=metric,
         higher_is_better=higher_is_better,
     )
-    grace_s = parse_period(grace, may_be_zero=True) or 0.0
+    grace_s = parse_period(grace, "--grace", may_be_zero=True) or 0.0
     where = open_root(root, shared.storage_options)
     if metric is not None:
         refuse_unknown_metric(where, metric)

@@ -17,15 +17,17 @@ _GAP = 2
 
 
 def style(text: str, code: str, stream: TextIO | None = None) -> str:
-    """Returns text in a colour or bold, if a stream is a terminal and `NO_COLOR` is not set.
+    """Returns text in a colour or bold, if a stream is a terminal that has them.
+
+    `NO_COLOR` turns them off.
 
     Args:
         text: to style.
         code: a sequence of ANSI.
         stream: where it will be printed; stdout by default.
     """
-    is_terminal = (stream or sys.stdout).isatty() and not os.environ.get("NO_COLOR")
-    return f"{code}{text}{_PLAIN}" if is_terminal else text
+    is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    return text if is_plain or not (stream or sys.stdout).isatty() else f"{code}{text}{_PLAIN}"
 
 
 def terminal_width() -> int:

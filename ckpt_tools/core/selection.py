@@ -127,12 +127,20 @@ def check_globs(globs: Iterable[str], names: Sequence[str], what: str) -> None:
     for glob in globs:
         wanted = matcher([glob])
         if not any(map(wanted, names)):
-            close = difflib.get_close_matches(glob.rstrip("*."), names[:2000], 3, 0.5) or names[:3]
-            shown = ", ".join(map(printable, close)) or "there are none"
+            shown = ", ".join(map(printable, _nearest(glob, names))) or "there are none"
             raise PlanError(
                 f"{what} matches none of {len(names)} names: {printable(glob)!r}",
                 hint=f"the nearest names: {shown}",
             )
+
+
+def _nearest(glob: str, names: Sequence[str]) -> list[str]:
+    """Returns the names, and the beginnings of names as globs, that are most like a glob."""
+    some = names[:2000]
+    tops = dict.fromkeys(f"{name.partition('.')[0]}.*" for name in some if "." in name)
+    found = difflib.get_close_matches(glob, list(tops), 2, 0.6)
+    found += difflib.get_close_matches(glob.rstrip("*."), some, 3 - len(found), 0.5)
+    return found or [*tops, *some][:3]
 
 
 def chooser(select: Sequence[str], exclude: Sequence[str]) -> Callable[..., bool]:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from numbers import Real
 from typing import Any, NamedTuple
 
 from ckpt_tools.core.naming import is_norm_buffer
 from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.run_bytes import WEIGHTS, optimizers_in, state_kind
+from ckpt_tools.operations.verify import step_damage
 from ckpt_tools.run.roots import open_root
 from ckpt_tools.run.step import Step, lasting_damage
 from ckpt_tools.run.steps import list_steps, no_steps
@@ -30,8 +32,8 @@ class RunProblem(NamedTuple):
 
     Attributes:
         step: the number of the step.
-        kind: unreadable, incomplete, unsealed, twice, damaged, missing, not finite, unchanged, or
-            jump.
+        kind: unreadable, incomplete, unsealed, salvaged, twice, damaged, missing, not finite,
+            unchanged, or jump.
         text: the problem, for people.
     """
 
@@ -99,17 +101,16 @@ def check_steps(
     storage_options: Mapping[str, Any] | None,
 ) -> tuple[list[RunProblem], list[Step]]:
     """Returns the problems of a run's steps, as `check_run` does, and the steps."""
-    for name, value, is_right, wanted in (
-        ("unchanged_steps", unchanged_steps, unchanged_steps >= 2, "at least 2"),
-        ("jump", jump, jump > 1, "above 1"),
-        ("every", every, every is None or every >= 1, "at least 1"),
-    ):
-        if not is_right:
-            raise PlanError(f"{name} = {value}: expected a number {wanted}")
+    for name, value, least in (("unchanged_steps", unchanged_steps, 2), ("every", every, 1)):
+        if value is not None and (type(value) is not int or value < least):
+            raise PlanError(f"{name}: expected a whole number of at least {least}, got {value!r}")
+    if isinstance(jump, bool) or not isinstance(jump, Real) or not jump > 1:
+        raise PlanError(f"jump: expected a number above 1, got {jump!r}")
     steps = list_steps(open_root(root, storage_options))
     if not steps:
         raise no_steps(str(root))
-    found = [problem for step in steps for problem in step_problems(step, verify, jobs)]
+    read = step_damage(storage_options) if verify else None
+    found = [problem for step in steps for problem in step_problems(step, read, jobs)]
     if every is not None:
         found += _missing(steps, every)
     found += training_problems(steps, unchanged_steps, jump)
@@ -130,12 +131,14 @@ def training_problems(
     yield from _large_updates(sound, jump)
 
 
-def step_problems(step: Step, verify: bool, jobs: int | None = None) -> Iterator[RunProblem]:
+def step_problems(
+    step: Step, read: Callable[[Step, int | None], str] | None = None, jobs: int | None = None
+) -> Iterator[RunProblem]:
     """Yields the problems of one step.
 
     Args:
         step: the step.
-        verify: also read every byte.
+        read: reads every byte, and returns a problem; see `verify.step_damage`.
         jobs: threads that read.
     """
     if step.problem:
@@ -143,7 +146,11 @@ def step_problems(step: Step, verify: bool, jobs: int | None = None) -> Iterator
         return
     if step.manifest is None:
         yield RunProblem(step.number, "unsealed", "it has no manifest; ckpt seal adds one")
+        yield from _damage(step, read, jobs)
         return
+    if step.num_lost:
+        text = f"{step.num_lost:,} entries could not be rescued: no job can resume from it"
+        yield RunProblem(step.number, "salvaged", text)
     if step.twin:
         yield RunProblem(step.number, "twice", f"{printable(step.name)}: {step.twin_note}")
     for fqn in step.manifest.not_finite:
@@ -151,8 +158,14 @@ def step_problems(step: Step, verify: bool, jobs: int | None = None) -> Iterator
         assert found is not None
         text = f"{printable(fqn)}: {found.num_nan:,} NaN, {found.num_inf:,} infinite"
         yield RunProblem(step.number, "not finite", text)
+    yield from _damage(step, read, jobs)
+
+
+def _damage(
+    step: Step, read: Callable[[Step, int | None], str] | None, jobs: int | None
+) -> Iterator[RunProblem]:
     try:
-        problem = lasting_damage(step, jobs) if verify else ""
+        problem = lasting_damage(step, jobs, read) if read is not None else ""
     except StorageError as error:
         yield RunProblem(step.number, "unreadable", str(error))
         return

@@ -193,6 +193,7 @@ def _named(dst: str, source: str) -> str:
     """Returns a destination with the name of the source, if it ends in a slash and lacks it."""
     name = source.rstrip("/").rpartition("/")[2]
     is_folder = dst.endswith("/") and dst.rstrip("/").rpartition("/")[2] != name
+    is_folder = is_folder and not dst.endswith("://")  # that is no place yet
     return dst + name if is_folder else dst
 
 

@@ -20,6 +20,7 @@ from ckpt_tools.storage.kept import KEPT
 from ckpt_tools.transfer.options import Path_
 
 WEIGHTS, OTHER = "weights", "other"
+THIN = "ckpt thin ROOT --keep-full 1"  # the command that frees what is reclaimable
 
 
 def optimizers_in(manifest: Manifest | None) -> frozenset[str]:
@@ -128,6 +129,4 @@ def _of_step(step: Step, spare: int) -> StepBytes:
     model = kinds.get(WEIGHTS, 0)
     optimizer = sum(n for kind, n in kinds.items() if kind not in (WEIGHTS, OTHER))
     other = max(0, step.nbytes - model - optimizer)
-    return StepBytes(
-        step, kinds, model, optimizer, other, spare, "ckpt thin --keep-full 1" * bool(spare)
-    )
+    return StepBytes(step, kinds, model, optimizer, other, spare, THIN * bool(spare))

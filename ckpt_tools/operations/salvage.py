@@ -74,7 +74,15 @@ def salvage(src: Path_, dst: Path_, **options: Unpack[Options]) -> SalvageResult
     request = _request(kept, form is dcp, target.url)
     written = transfer(
         TransferRequest(
-            "salvage", source, kept, target, form, request, options, is_damaged=bool(problems)
+            "salvage",
+            source,
+            kept,
+            target,
+            form,
+            request,
+            options,
+            about={"num_lost": len(lost)} if lost else {},
+            is_damaged=bool(problems),
         )
     )
     if form is safetensors and kept.objects:

@@ -8,9 +8,9 @@ quick check asks an object store for its own checksums instead.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Unpack
+from typing import Any, Unpack
 
 from ckpt_tools.engine.scan import Finding
 from ckpt_tools.errors import IntegrityError, PlanError, printable, redacted
@@ -18,6 +18,7 @@ from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.verification import Verification
 from ckpt_tools.publish.check_manifest import Problem
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
+from ckpt_tools.run.step import Step, damage
 from ckpt_tools.transfer.options import Path_, Reading
 
 
@@ -56,6 +57,23 @@ class VerifyResult:
     notes: Sequence[str] = ()
     findings: Sequence[Finding] = field(default_factory=list)
     seconds: float = 0.0
+
+
+def step_damage(
+    storage_options: Mapping[str, Any] | None = None,
+) -> Callable[[Step, int | None], str]:
+    """Returns a function that reads a whole step, and returns its problem; "" if it has none.
+
+    A step without a manifest is read as `verify` does.
+    """
+
+    def read(step: Step, jobs: int | None) -> str:
+        if step.error is not None or step.problem or step.manifest is not None:
+            return damage(step, jobs)
+        found = verify(step.path, jobs=jobs, storage_options=storage_options)
+        return str(found.problems[0]) if found.problems else ""
+
+    return read
 
 
 @checked(Reading)

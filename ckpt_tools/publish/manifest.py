@@ -88,6 +88,12 @@ class Manifest:
     timing: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
+    def num_lost(self) -> int:
+        """Returns the number of entries that `ckpt salvage` could not rescue."""
+        found = self.source.get("num_lost")
+        return found if type(found) is int else 0
+
+    @property
     def not_finite(self) -> list[str]:
         """Returns the names of the tensors with NaN or infinity, as far as the save measured it."""
         return [

@@ -6,7 +6,7 @@ It looks at the files themselves.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -114,6 +114,11 @@ class Step:
         """Returns the top-level keys that `ckpt thin` has removed from it; none for a full step."""
         found = self.manifest.source.get("thinned") if self.manifest is not None else None
         return [str(key) for key in found] if isinstance(found, list) else []
+
+    @property
+    def num_lost(self) -> int:
+        """Returns the number of entries that `ckpt salvage` could not rescue."""
+        return self.manifest.num_lost if self.manifest is not None else 0
 
     @property
     def attempt(self) -> str:
@@ -287,15 +292,17 @@ def damage(step: Step | None, jobs: int | None = None) -> str:
         store.close()
 
 
-def lasting_damage(step: Step, jobs: int | None = None) -> str | None:
-    """Returns the problem of a step as `damage` does; None if the step was removed meanwhile.
+def lasting_damage(
+    step: Step, jobs: int | None = None, read: Callable[[Step, int | None], str] = damage
+) -> str | None:
+    """Returns the problem of a step as `read` does; None if the step was removed meanwhile.
 
     While other processes rename steps, a name can be missing for an instant. So a problem has to be
     there twice.
     """
-    problem = damage(step, jobs)
+    problem = read(step, jobs)
     if problem and is_there(step):
-        problem = damage(step, jobs)
+        problem = read(step, jobs)
     return problem if not problem or is_there(step) else None
 
 

@@ -6,7 +6,7 @@ There is no file that points to it. Unknown names are never touched.
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,6 +25,7 @@ from ckpt_tools.run.base import RunRoot
 from ckpt_tools.run.rollback import SUPERSEDED, RollbackNote, read_notes
 from ckpt_tools.run.step import (
     Step,
+    damage,
     lasting_damage,
     look,
     look_at,
@@ -179,6 +180,7 @@ class RunListing:
         allow_not_finite: bool,
         superseded_by: Mapping[tuple[str, str], str],
         jobs: int | None = None,
+        read: Callable[[Step, int | None], str] = damage,
     ) -> Latest:
         """Returns the newest complete step; arguments as for `find_latest`."""
         passed: list[tuple[Path | str, str]] = []
@@ -192,7 +194,7 @@ class RunListing:
             if step.path in skip or step.superseded_by:
                 continue
             refuse_unreadable([step], "which step is the newest complete one")
-            problem = lasting_damage(step, jobs) if verify else unsound(step)
+            problem = lasting_damage(step, jobs, read) if verify else unsound(step)
             if problem is None:
                 continue  # a newer one has taken its place
             if problem and was_complete(step):
@@ -281,6 +283,7 @@ def find_latest(
     skip: Container[Path | str] = (),
     allow_not_finite: bool = False,
     jobs: int | None = None,
+    read: Callable[[Step, int | None], str] = damage,
 ) -> Latest:
     """Finds the newest complete step by number. Superseded steps do not count.
 
@@ -294,6 +297,7 @@ def find_latest(
         skip: paths that are known to be damaged.
         allow_not_finite: take also a step whose save found NaN or infinity.
         jobs: threads that read with `verify`.
+        read: returns the problem of a step with `verify`, as `damage` does.
 
     Raises:
         StorageError: a root cannot be read, or a step that may be the newest.
@@ -302,7 +306,7 @@ def find_latest(
     for _ in range(_LOOKS):
         places = [RunListing(place) for place in (root, *others)]
         superseded_by = {key: by for found in places for key, by in found.superseded_by.items()}
-        rules = verify, skip, allow_not_finite, superseded_by, jobs
+        rules = verify, skip, allow_not_finite, superseded_by, jobs, read
         latest = [place.latest(*rules) for place in places]
         steps = [found.step for found in latest if found.step is not None]
         step = max(steps, key=lambda step: step.number, default=None)

@@ -30,11 +30,13 @@ class Capabilities:
         fetches_ahead: ranges announced by `will_read` are fetched in the background. So small
             ranges far apart should be announced, too.
         is_remote: each request costs a round trip, and bytes may be damaged on their way.
+        has_descriptors: its files are those of the system, and `descriptor` opens them.
     """
 
     can_write_anywhere: bool
     fetches_ahead: bool = False
     is_remote: bool = False
+    has_descriptors: bool = False
 
 
 @dataclass

@@ -86,7 +86,8 @@ class LocalStore:
     listed, and opening it is an error.
     """
 
-    capabilities, traffic = Capabilities(can_write_anywhere=True), None
+    capabilities = Capabilities(can_write_anywhere=True, has_descriptors=True)
+    traffic = None
 
     def __init__(self, root: str | Path, follows: str = "") -> None:
         """Stores the directory; opens nothing yet.

@@ -236,6 +236,8 @@ class Transfer:
             prove_planned_replicas(
                 self.source, self.request.catalog, self.part, self.located, self.jobs, self.tiles
             )
+            if num_lost := self.sealed.num_lost if self.sealed is not None else 0:
+                self.notes.append(f"the source was salvaged: it lacks {num_lost} entries")
             found = sealed_fingerprints(self.sealed, self.source, self.request.catalog, self.plan)
             self.sealed_fingerprints: Mapping[str, SealedFingerprint] = {
                 fqn: sealed for fqn, sealed in found.items() if fqn not in self.request.alter

@@ -60,6 +60,25 @@ class Server:
             fs.call_s3("create_bucket", Bucket=name)
         return fs
 
+    def contents(self) -> set[tuple[str, str, str]]:
+        """Returns bucket and key of each object, and of each open upload with its id."""
+        found = set()
+        fs = fsspec.filesystem("s3", **self.options, skip_instance_cache=True)
+        for bucket in (each["Name"] for each in fs.call_s3("list_buckets")["Buckets"]):
+            found |= {(bucket, path.partition("/")[2], "") for path in fs.find(bucket)}
+            uploads = fs.call_s3("list_multipart_uploads", Bucket=bucket).get("Uploads", ())
+            found |= {(bucket, each["Key"], each["UploadId"]) for each in uploads}
+        return found
+
+    def remove(self, contents: set[tuple[str, str, str]]) -> None:
+        """Removes objects and open uploads."""
+        fs = fsspec.filesystem("s3", **self.options, skip_instance_cache=True)
+        for bucket, key, upload in contents:
+            if upload:
+                fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
+            else:
+                fs.call_s3("delete_object", Bucket=bucket, Key=key)
+
 
 def free_port() -> int:
     with socket.socket() as s:

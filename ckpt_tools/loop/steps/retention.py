@@ -14,7 +14,9 @@ from typing import Any
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, StorageError, printable
+from ckpt_tools.formats.registry import is_ours
 from ckpt_tools.operations.thin import thin_steps
+from ckpt_tools.publish.step_names import number_in
 from ckpt_tools.run.base import RunRoot
 from ckpt_tools.run.reasons import MAX_NAMES, files_to_keep, reason_to_stay
 from ckpt_tools.run.retention import Retention, has_metric, sound_steps
@@ -111,8 +113,12 @@ def prune_steps(
     root.check_writable()  # so that a dry run promises nothing that cannot be done
     found = RunListing(root)
     steps = found.steps
-    if not steps and runs_below(str(root.path)):
-        raise no_steps(str(root.path))
+    path = str(root.path)
+    is_checkpoint = number_in(path.rstrip("/").rpartition("/")[2]) is not None or any(
+        map(is_ours, found.others)
+    )
+    if not steps and (is_checkpoint or runs_below(path)):
+        raise no_steps(path)
     unreadable: dict[str, str] = {}
     damaged: dict[str, str] = {}
 

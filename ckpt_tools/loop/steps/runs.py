@@ -9,6 +9,7 @@ from typing import Any
 from ckpt_tools.errors import PlanError
 from ckpt_tools.loop.steps.retention import Pruned, prune_steps
 from ckpt_tools.operations.arguments import checked
+from ckpt_tools.operations.verify import step_damage
 from ckpt_tools.run import steps as run_steps
 from ckpt_tools.run.retention import Retention, check_rules, refuse_unknown_metric
 from ckpt_tools.run.roots import open_root
@@ -53,7 +54,8 @@ def latest(
         StorageError: the directory cannot be read.
     """
     where = open_root(root, storage_options)
-    return run_steps.find_latest(where, verify=verify, jobs=jobs).step
+    read = step_damage(storage_options)
+    return run_steps.find_latest(where, verify=verify, jobs=jobs, read=read).step
 
 
 @checked()

@@ -26,6 +26,19 @@ _HINTS = {
 }
 
 
+_MEANT = {
+    "pt": "torch",
+    "pth": "torch",
+    "bin": "torch",
+    "pytorch": "torch",
+    "transformers": "hf",
+    "huggingface": "hf",
+    "deepspeed": "deepspeed-universal",
+    "lora": "peft",
+    "verl": "per-rank",
+}
+
+
 def check_request(to: str, dst: str, how: Mapping[str, Any]) -> None:
     """Refuses options that do not fit together or do not fit the target.
 
@@ -38,7 +51,9 @@ def check_request(to: str, dst: str, how: Mapping[str, Any]) -> None:
         PlanError: the message names the option.
     """
     if to not in TARGETS:
-        hint = f"ckpt reshard --to {to} writes for {to} ranks" if to.isdecimal() else None
+        meant = _MEANT.get(to.lower().lstrip("."))
+        hint = f"--to {meant} writes it" if meant else None
+        hint = f"ckpt reshard --to {to} writes for {to} ranks" if to.isdecimal() else hint
         raise PlanError(
             f"cannot write {printable(to)!r}: expected one of {', '.join(TARGETS)}", hint=hint
         )

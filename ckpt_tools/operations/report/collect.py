@@ -189,7 +189,7 @@ def of_run(root: RunRoot, name: str, steps_there: Sequence[Step]) -> Values:
     problems = [
         f"step {problem.step}: {problem.text}"
         for one in found
-        for problem in step_problems(one.step, verify=False)
+        for problem in step_problems(one.step)
         if problem.kind != "not finite"  # it has a place of its own
     ]
     return {

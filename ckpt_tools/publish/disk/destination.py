@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ckpt_tools.core.plan import Literal
 from ckpt_tools.errors import PlanError, StorageError, printable
@@ -210,9 +210,10 @@ class LocalAttempt(Attempt):
         self._own = self._staging.open(creates=False)
 
     def copy_target(self, origin: Store) -> CopyTarget | None:
-        if not isinstance(origin, LocalStore) or not can_clone(origin, self.writable):
+        if not origin.capabilities.has_descriptors:
             return None
-        return DiskClones(self.writable, origin)
+        source = cast("LocalStore", origin)
+        return DiskClones(self.writable, source) if can_clone(source, self.writable) else None
 
     def sync(self) -> None:
         for folder in self.writable.folders():
