@@ -526,9 +526,9 @@ def json_value(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def report_transfer(shared: Shared, result: TransferResult) -> None:
+def report_transfer(shared: Shared, src: str, result: TransferResult) -> None:
     """Prints the result of a transfer."""
     from ckpt_tools.cli import render
 
     amplification = round(result.read_amplification, 4)
-    shared.show(lambda: render.show_transfer(result), result, read_amplification=amplification)
+    shared.show(lambda: render.show_transfer(result, src), result, read_amplification=amplification)

@@ -6,6 +6,7 @@ It depends only on the results, not on the operations' code.
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 import sys
@@ -290,8 +291,13 @@ def report_as_json(report: Report) -> dict[str, Any]:
 # ---- merge, reshard ------------------------------------------------------------------------------
 
 
-def show_transfer(result: TransferResult) -> None:
-    """Prints the result of a transfer, or the plan of a dry run."""
+def show_transfer(result: TransferResult, src: str = "") -> None:
+    """Prints the result of a transfer, or the plan of a dry run.
+
+    Args:
+        result: of the transfer.
+        src: the given path. The one below it that was taken is shown.
+    """
     verb = "would write" if result.is_dry_run else "wrote"
     took = "" if result.is_dry_run else f" in {result.seconds:.2f} s"
     objects = f" and {count(result.num_objects, 'object')}" if result.num_objects else ""
@@ -300,6 +306,8 @@ def show_transfer(result: TransferResult) -> None:
         f" {count(result.num_tensors, 'tensor')}{objects}, {format_size(result.written_nbytes)},"
         f" {count(len(result.files), 'file')}{took}"
     )
+    if src and os.path.realpath(src) != os.path.realpath(result.source) and not is_url(src):
+        print(f"  from {printable(result.source)}")
     if result.kept_nbytes:
         print(f"  {format_size(result.kept_nbytes)} of it was there from an earlier attempt")
     if result.store_nbytes:
@@ -455,7 +463,7 @@ def show_steps(
             if step.problem
             else "complete"
             if step.manifest
-            else "another tool's, not counted"
+            else "another tool's: retention leaves it alone"
         )
         state = "superseded by a rollback" if step.superseded_by else state
         state += f", not counted: {step.twin_note}" if step.twin else ""

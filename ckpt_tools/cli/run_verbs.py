@@ -56,6 +56,11 @@ Price = Annotated[
 ]
 
 
+def _check_jobs(shared: Shared, verify: bool) -> None:
+    if shared.jobs is not None and not verify:
+        raise typer.BadParameter("--jobs needs --verify: nothing else is read")
+
+
 def fail_if_unreadable(steps: Iterable[Step]) -> None:
     """Ends the command, after its output, with the cause and status 15 if a step is unreadable."""
     unread = [step for step in steps if step.error is not None]
@@ -110,7 +115,7 @@ def list_(
     found = RunListing(where)
     steps, others = found.all_steps, found.others
     if not steps and not where.exists():
-        raise NotACheckpointError(f"not a directory: {printable(root)}")
+        raise NotACheckpointError(f"no such directory: {printable(root)}")
     if shared.as_json:
         print(json.dumps([render.step_as_json(s) for s in steps]))
     elif steps:
@@ -204,8 +209,7 @@ def latest(
 
     if best is None and higher_is_better:
         raise typer.BadParameter("--higher-is-better needs --best")
-    if shared.jobs is not None and not verify:
-        raise typer.BadParameter("--jobs needs --verify: nothing else is read")
+    _check_jobs(shared, verify)
     if best is not None and (verify or allow_not_finite):
         raise typer.BadParameter("--verify and --allow-not-finite are for the newest step")
     step = (
@@ -431,8 +435,7 @@ def check(
     """
     from ckpt_tools.operations.check_run import check_steps as operation
 
-    if shared.jobs is not None and not verify:
-        raise typer.BadParameter("--jobs needs --verify: nothing else is read")
+    _check_jobs(shared, verify)
     problems, steps = operation(
         root,
         verify=verify,

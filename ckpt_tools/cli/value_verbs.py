@@ -206,4 +206,4 @@ def average(
         max_shard_bytes=max_shard_size,
         **shared.writing,
     )
-    report_transfer(shared, result)
+    report_transfer(shared, "", result)

@@ -116,7 +116,7 @@ def merge(
             model_key=model_key,
             **shared.writing,
         )
-    report_transfer(shared, result)
+    report_transfer(shared, src, result)
 
 
 @shares(*WRITES)
@@ -166,7 +166,7 @@ def reshard(
 
     with _kept(shared.resume):
         result = operation(src, dst, to_ranks=to_ranks, from_ranks=from_ranks, **shared.writing)
-    report_transfer(shared, result)
+    report_transfer(shared, src, result)
 
 
 @shares(*WRITES)
@@ -374,7 +374,7 @@ def convert(
             check=check,
             **shared.writing,
         )
-    report_transfer(shared, result)
+    report_transfer(shared, src, result)
 
 
 @shares(*SOURCE, "overwrite", "dry_run", *OUTPUT)

@@ -94,12 +94,12 @@ def _check_extent(catalog: Catalog, fqn: str, extent: Extent, least: int) -> Cat
         )
     if extent.start < 0 or extent.nbytes < 0 or extent.start + extent.nbytes > size:
         return CatalogError(
-            f"an extent lies outside its file: expected bytes within 0:{size}, got"
-            f" {extent.start}:{extent.start + extent.nbytes} ({catalog.where(extent.file)},"
+            f"bytes {extent.start}:{extent.start + extent.nbytes} are outside its file, which has"
+            f" {size}: it is truncated, or belongs to another save ({catalog.where(extent.file)},"
             f" {printable(fqn)!r})",
             hint=(
-                "the file is truncated or belongs to another save; restore it from the job that"
-                " wrote it"
+                "restore the file; `ckpt verify` shows what is damaged, `ckpt salvage` saves the"
+                " rest"
             ),
         )
     if extent.nbytes < least and extent.strides is None:

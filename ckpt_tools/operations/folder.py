@@ -58,8 +58,9 @@ def entries_of(
         storage_options: of the object store, as fsspec takes them.
         is_wanted: tells by the name whether to list an entry.
 
-    It reads metadata only. One entry that cannot be read hides no other. Hidden names
-    and our own notes are omitted. Only the first 100 entries are opened.
+    Returns:
+        The entries, from metadata only. One that cannot be read hides no other. Hidden names and
+        our own notes are omitted. Only the first 100 entries are opened.
 
     Raises:
         StorageError: the folder itself cannot be listed.
@@ -113,7 +114,7 @@ def _folder(above: Store, name: str, may_open: bool) -> Entry:
         if number_in(name) is not None or any(is_ours(each) for each in files):
             kind = STEP if number_in(name) is not None else FOLDER
             return _opened(shown, kind, nbytes, lambda: open_source_in(store))
-        below = [each for each in inside if _has_steps(store, each)]
+        below = [each for each in inside if has_steps(store, each)]
         if below:
             more = f" and {len(below) - 4} more" if len(below) > 4 else ""
             runs = ", ".join(map(printable, below[:4]))
@@ -130,7 +131,8 @@ def _folder(above: Store, name: str, may_open: bool) -> Entry:
         return _unread(shown, FOLDER, None, error)
 
 
-def _has_steps(store: Store, name: str) -> bool:
+def has_steps(store: Store, name: str) -> bool:
+    """Tells whether a folder in a store is a run with steps."""
     try:
         return any(number_in(each) is not None for each in store.enter(name).folders())
     except CheckpointError:

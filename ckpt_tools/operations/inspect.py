@@ -15,8 +15,9 @@ from ckpt_tools.errors import printable, redacted
 from ckpt_tools.formats.registry import Source, open_source, suffix_of
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
+from ckpt_tools.operations.folder import has_steps
 from ckpt_tools.publish.step_names import is_step_name
-from ckpt_tools.storage import LocalStore, Store, is_url, local_path
+from ckpt_tools.storage import LocalStore, is_url, local_path
 from ckpt_tools.storage.base import Traffic
 
 # the naming of Megatron-Core
@@ -150,12 +151,11 @@ def _others(src: str | os.PathLike[str], source: Source) -> list[str]:
     # a step was found below the path: also look for files
     if not is_url(where) and os.path.realpath(where) != os.path.realpath(source.path):
         return [name for name in LocalStore(where).list_files() if suffix_of(name)]
-    return [f"{name}/" for name in source.folder.folders() if _has_steps(source.folder, name)]
-
-
-def _has_steps(folder: Store, name: str) -> bool:
-    """Tells whether a folder is a step, or a run with steps."""
-    return is_step_name(name) or any(map(is_step_name, folder.enter(name).folders()))
+    return [
+        f"{name}/"
+        for name in source.folder.folders()
+        if is_step_name(name) or has_steps(source.folder, name)
+    ]
 
 
 def _add(

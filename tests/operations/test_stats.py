@@ -77,6 +77,22 @@ def test_every_type(kind: str, numel: int, tmp_path: Path) -> None:
     assert {int(k): int(v) for k, v in want.items()} == found
 
 
+@pytest.mark.parametrize("numel", [5, 8191, 8192, 300_001])
+def test_magnitudes_of_any_bits_of_a_float32(numel: int, tmp_path: Path) -> None:
+    """Subnormal values are counted in another way, and so are long tensors."""
+    rng = np.random.default_rng(numel)
+    words = rng.integers(0, 1 << 32, numel, dtype=np.uint32)
+    words[::3] &= 0x807FFFFF  # subnormal
+    words[::7] &= 0x80000000  # zero
+    torch.save({"x": torch.from_numpy(words.view(np.int32)).view(torch.float32)}, tmp_path / "a.pt")
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        numbers = np.abs(words.view(np.float32).astype(np.float64))
+    numbers = numbers[np.isfinite(numbers) & (numbers > 0)]
+    want = dict(zip(*np.unique(np.frexp(numbers)[1] - 1, return_counts=True), strict=True))
+    found = ckpt_tools.stats(tmp_path / "a.pt", histogram=True).histograms["x"]
+    assert found == {int(k): int(v) for k, v in want.items()}
+
+
 def test_all_shardings_have_the_same_digits(tmp_path: Path, ckpt: Run) -> None:
     torch.manual_seed(0)
     state = {"w": torch.randn(1000, 301), "v": torch.randn(77).bfloat16(), "e": torch.zeros(0)}

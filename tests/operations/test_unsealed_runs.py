@@ -26,7 +26,7 @@ def stock_run(root: Path) -> None:
 
 def flip_payload(step: Path) -> None:
     (path,) = step.glob("*.distcp")
-    flip(path, path.stat().st_size // 2)
+    flip(path, path.stat().st_size // 2, 3)
 
 
 def test_verify_reads_steps_without_a_manifest(tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ class Pruned:
 
     Attributes:
         removed: steps, oldest first. Another process may have removed one of them.
-        policies: path of each step that a rule keeps, with the rules.
+        policies: path of each step that a rule keeps, with the rules; and of each that no rule
+            counts, with the reason.
         kept: path of each step that the rules would remove but that stays, with the reason.
         damaged: path of each step that was read and found damaged, with the problem. Such a step is
             neither counted nor removed.
@@ -109,7 +110,7 @@ def prune_steps(
         StorageError: it cannot be listed, or is read-only.
     """
     if not root.exists():
-        raise NotACheckpointError(f"not a directory: {printable(str(root.path))}")
+        raise NotACheckpointError(f"no such directory: {printable(str(root.path))}")
     root.check_writable()  # so that a dry run promises nothing that cannot be done
     found = RunListing(root)
     steps = found.steps
@@ -147,6 +148,10 @@ def prune_steps(
     for step in steps:
         if step.twin:
             result.kept[str(step.path)] = step.twin_note
+        elif step.problem and step.error is None:
+            result.policies[str(step.path)] = f"it is not complete: {step.problem}"
+        elif not step.counts and not step.superseded_by and step.error is None:
+            result.policies[str(step.path)] = "no save of this tool wrote it"
     _remove_all(root, to_remove, found.waited_for, dry_run, result)
     return result
 
