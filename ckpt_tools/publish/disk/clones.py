@@ -99,10 +99,9 @@ class DiskClones:
 
 
 def _share(source: int, start: int, nbytes: int, to: int, at: int) -> None:
-    """Clones a range; copies it if this file system cannot clone it.
+    """Clones a range; copies it if the file system refuses to clone it.
 
-    A swap file, an immutable file, or the end of a quota's rules can stop a clone in the middle of
-    the work, on a file system that can clone.
+    A file system that can clone refuses some files, such as one that is in use for swapping.
     """
     try:
         _clone(source, start, nbytes, to, at)
