@@ -198,8 +198,8 @@ def test_nobody_examines_attempts_and_destinations() -> None:
 # Here a path or URL of the user becomes a store, a root or a destination. Elsewhere nobody asks.
 TELLS_URLS = (
     "storage/base.py storage/__init__.py publish/destinations.py run/roots.py formats/registry.py cli/options.py"
-    " operations/convert/huggingface.py operations/convert/options.py operations/inspect.py"
-    " operations/copy.py cli/render.py loop/arguments.py loop/saving/huggingface_copies.py loop/manager.py loop/options.py"
+    " operations/convert/huggingface.py operations/convert/options.py"
+    " operations/copy.py operations/folder.py cli/render.py loop/arguments.py loop/saving/huggingface_copies.py loop/manager.py loop/options.py"
     " loop/steps/retention.py"
     " transfer/result.py transfer/transfer.py"
 ).split()

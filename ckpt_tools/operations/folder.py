@@ -18,8 +18,9 @@ from ckpt_tools.formats.registry import (
     suffix_of,
 )
 from ckpt_tools.publish.step_names import number_in
-from ckpt_tools.storage import Store, local_path, open_store
+from ckpt_tools.storage import LocalStore, Store, is_url, local_path, open_store
 from ckpt_tools.storage.local import NO_FILE
+from ckpt_tools.storage.one_file import folder_of
 
 _MOST = 100  # entries that are opened
 RUN, STEP, FOLDER, FILE, LINK = "run", "step", "folder", "file", "link"
@@ -89,6 +90,24 @@ def entries_of(
         ]
     finally:
         store.close()
+
+
+def others_at(src: str | os.PathLike[str], store: Store) -> list[str]:
+    """Returns other checkpoints at a path: files beside steps, and steps and runs beside files.
+
+    Args:
+        src: the given path.
+        store: of the checkpoint that was found there, or below.
+    """
+    folder, file = folder_of(store)
+    if file:
+        return []
+    where = local_path(src).rstrip("/")
+    # a step was found below the path: also look for files
+    if not is_url(where) and os.path.realpath(where) != os.path.realpath(folder.url):
+        return [name for name in LocalStore(where).list_files() if suffix_of(name)]
+    names = folder.folders()
+    return [f"{n}/" for n in names if number_in(n) is not None or has_steps(folder, n)]
 
 
 def _link(name: str, target: str) -> Entry:

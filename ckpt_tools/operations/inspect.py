@@ -12,12 +12,10 @@ from ckpt_tools.core.catalog import Catalog, other_names
 from ckpt_tools.core.naming import find_optimizers, is_optimizer_state, key_path
 from ckpt_tools.core.quantized import described, weights_in
 from ckpt_tools.errors import printable, redacted
-from ckpt_tools.formats.registry import Source, open_source, suffix_of
+from ckpt_tools.formats.registry import open_source
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
-from ckpt_tools.operations.folder import has_steps
-from ckpt_tools.publish.step_names import is_step_name
-from ckpt_tools.storage import LocalStore, is_url, local_path
+from ckpt_tools.operations.folder import others_at
 from ckpt_tools.storage.base import Traffic
 
 # the naming of Megatron-Core
@@ -123,7 +121,7 @@ def inspect(
     if tied:
         some = ", ".join(f"{printable(n)} is {printable(o)}" for n, o in list(tied.items())[:_TIED])
         extras["stored once"] = some + f", and {len(tied) - _TIED} more" * (len(tied) > _TIED)
-    if others := _others(src, source):
+    if others := others_at(src, source.store):
         extras["also here"] = (
             f"{', '.join(map(printable, others[:_SHOWN]))}{' …' if len(others) > _SHOWN else ''};"
             " give the path of one"
@@ -141,21 +139,6 @@ def inspect(
         _files(catalog, tied),
         source.store.traffic,
     )
-
-
-def _others(src: str | os.PathLike[str], source: Source) -> list[str]:
-    """Returns other checkpoints at the given path: files beside steps, and steps beside files."""
-    if source.is_file:
-        return []
-    where = local_path(src).rstrip("/")
-    # a step was found below the path: also look for files
-    if not is_url(where) and os.path.realpath(where) != os.path.realpath(source.path):
-        return [name for name in LocalStore(where).list_files() if suffix_of(name)]
-    return [
-        f"{name}/"
-        for name in source.folder.folders()
-        if is_step_name(name) or has_steps(source.folder, name)
-    ]
 
 
 def _add(

@@ -85,3 +85,13 @@ def test_the_hint_for_a_run_names_a_step_that_can_be_read(tmp_path: Path) -> Non
         assert "give a step, such as run/step-00000002;" in done.stderr, done.stderr
         done = run_command(verb, "run", "--json", cwd=tmp_path)
         assert "run/step-00000002;" in json.loads(done.stdout)["hint"]
+
+
+def test_verify_says_what_else_is_there(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(3)}, asynchronous=False)
+    step = tmp_path / "run" / "step-00000001"
+    ckpt_tools.merge(step, tmp_path / "run" / "model.safetensors")
+    done = run_command("verify", tmp_path / "run")
+    assert done.returncode == 0 and "not looked at: step-00000001/" in done.stdout
+    assert "not looked at" not in run_command("verify", step).stdout
