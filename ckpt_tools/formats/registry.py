@@ -184,9 +184,9 @@ def detect_in(root: Store) -> tuple[Store, Format]:
         return root, here
     if sealed := [name for name in root.list_files() if note_of(name) == (MANIFEST, "")]:
         raise IntegrityError(
-            f"a sealed checkpoint lacks its index, so its tensors cannot be located:"
+            "a sealed checkpoint lacks the files that say where its tensors lie:"
             f" {printable(root.url)}",
-            hint=f"restore the files that {printable(sealed[0])} lists, such as .metadata",
+            hint=f"restore what {printable(sealed[0])} lists, such as .metadata",
         )
     found = _search(root)
     if len(found) == 1:
