@@ -95,3 +95,11 @@ def test_verify_says_what_else_is_there(tmp_path: Path) -> None:
     done = run_command("verify", tmp_path / "run")
     assert done.returncode == 0 and "not looked at: step-00000001/" in done.stdout
     assert "not looked at" not in run_command("verify", step).stdout
+
+
+def test_a_folder_without_an_adapter_is_no_adapter(tmp_path: Path) -> None:
+    ckpt_tools.save(tmp_path / "src", {"w": torch.ones(3, 3)})
+    ckpt_tools.merge(tmp_path / "src", tmp_path / "hf" / "model.safetensors")
+    words = ("merge", tmp_path / "src", tmp_path / "m.safetensors", "--lora", tmp_path / "hf")
+    done = run_command(*words)
+    assert done.returncode == 13 and "not a PEFT adapter" in done.stderr

@@ -27,7 +27,7 @@ from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.naming import model_only
 from ckpt_tools.engine.execute import Alter
 from ckpt_tools.engine.kernels import cast
-from ckpt_tools.errors import FormatError, IntegrityError, PlanError, printable
+from ckpt_tools.errors import FormatError, IntegrityError, PlanError, StorageError, printable
 from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.sealed_source import check_file, open_sealed
@@ -297,6 +297,13 @@ def _config(source: Source, manifest: Manifest | None) -> Mapping[str, Any]:
         if not isinstance(config, dict):
             raise TypeError("it is no object")
         _check_scales(config)
+    except StorageError as error:
+        if not error.is_missing:
+            raise
+        raise PlanError(
+            f"not a PEFT adapter: it has no adapter_config.json ({printable(source.path)})",
+            hint="--lora takes the directory that PEFT saved",
+        ) from error
     except (ValueError, TypeError, KeyError) as error:
         raise FormatError(
             f"adapter_config.json is malformed: {printable(str(error))} ({printable(source.path)})"
