@@ -118,8 +118,13 @@ def ckpt(words: Sequence[str], code: int = 0) -> subprocess.CompletedProcess[str
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.9] if LONG else [0.5])
 def test_a_killed_merge_goes_on(share: float, source: Path, tmp_path: Path) -> None:
     words = command(*MERGE[:1], source / "src", tmp_path / "out.safetensors", *MERGE[1:])
-    interrupt(words, tmp_path, share)
-    before = sum(map(written, journals(tmp_path)))
+    for _ in range(5):
+        interrupt(words, tmp_path, share)
+        before = sum(map(written, journals(tmp_path)))
+        if not (tmp_path / "out.safetensors").exists():
+            break
+        for path in tmp_path.glob("out.safetensors*"):
+            path.unlink()  # on a busy machine, the signal came too late
     assert before and not (tmp_path / "out.safetensors").exists()
     done = ckpt([*words, "--resume", "--json"])
     result = json.loads(done.stdout)
