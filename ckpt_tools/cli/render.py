@@ -643,4 +643,4 @@ def show_bytes(root: str, found: Sequence[StepBytes], price: float | None) -> No
     cost = f": {price_of(sums[-1], price)}" if price is not None else ""
     print(f"{format_size(sums[-1])} of {format_size(total)} can be removed{cost}")
     if any(one.why == THIN for one in found):
-        print(f"{THIN.replace('ROOT', shlex.quote(redacted(root)))} removes what is no model")
+        print(f"  {THIN.replace('ROOT', shlex.quote(redacted(root)))}")
