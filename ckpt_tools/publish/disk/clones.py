@@ -39,7 +39,10 @@ def _clone(source: int, start: int, nbytes: int, to: int, at: int) -> None:
 
 def can_clone(source: LocalStore, into: PinnedStore) -> bool:
     """Tells whether two directories are on one file system that shares blocks. It tries it."""
-    if os.stat(source.root).st_dev != os.fstat(into.directory).st_dev:
+    try:
+        if os.stat(source.root).st_dev != os.fstat(into.directory).st_dev:
+            return False
+    except OSError:  # the source is gone: whoever reads it says so
         return False
     how = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
