@@ -210,7 +210,7 @@ class Checkpoint(Table):
     statistics: bool = False  # measure each tensor of a save; see `ckpt stats`
     dir: str = ""  # path or URL of the steps, such as s3://bucket/run; `run.dir` if empty
     mirror: str = ""  # URL for background copies of steps, to survive the loss of this machine
-    mirror_every: Count = 0  # steps; 0: every saved step, as after a signal
+    mirror_every: Count = 0  # steps; 0: each saved step. After a signal, each is copied
 
 
 class Metrics(Table):

@@ -48,7 +48,8 @@ def _is_silent(shared: Shared) -> bool:
 
 def _of_a_run(src: str, entries: Sequence[Entry]) -> str | None:
     """Returns the hint for a folder that is a run of steps; None for another folder."""
-    names = [e.name.rstrip("/") for e in entries if e.name.endswith("/") and e.is_readable]
+    readable = [e.name for e in entries if e.is_readable or not e.is_opened]
+    names = [name.rstrip("/") for name in readable if name.endswith("/")]
     numbers = {name: number for name in names if (number := number_in(name)) is not None}
     if not numbers:
         return None

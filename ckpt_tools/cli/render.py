@@ -469,7 +469,8 @@ def show_steps(
         state += f", not counted: {step.twin_note}" if step.twin else ""
         state += ", pinned" if step.is_pinned else ""
         state += f", thinned: no {printable(', '.join(step.thinned))}" if step.thinned else ""
-        state += f", salvaged: {count(step.num_lost, 'entry')} lost" if step.num_lost else ""
+        salvaged = step.manifest.salvage_note if step.manifest is not None else ""
+        state += f", {salvaged}" if salvaged else ""
         state += f", not finite: {step.not_finite}" if step.not_finite else ""
         values = [_value(of(step), name) for of, name in columns]
         rows.append(

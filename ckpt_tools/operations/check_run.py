@@ -148,9 +148,8 @@ def step_problems(
         yield RunProblem(step.number, "unsealed", "it has no manifest; ckpt seal adds one")
         yield from _damage(step, read, jobs)
         return
-    if step.num_lost:
-        text = f"{step.num_lost:,} entries could not be rescued: no job can resume from it"
-        yield RunProblem(step.number, "salvaged", text)
+    if note := step.manifest.salvage_note.removeprefix("salvaged: "):
+        yield RunProblem(step.number, "salvaged", f"{note}: a resume needs strict=False")
     if step.twin:
         yield RunProblem(step.number, "twice", f"{printable(step.name)}: {step.twin_note}")
     for fqn in step.manifest.not_finite:

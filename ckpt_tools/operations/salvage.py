@@ -18,6 +18,7 @@ from ckpt_tools.operations.side_files import left_beside
 from ckpt_tools.operations.verification import Verification
 from ckpt_tools.publish.check_manifest import Problem
 from ckpt_tools.publish.destinations import open_destination
+from ckpt_tools.publish.manifest import NUM_LOST
 from ckpt_tools.transfer.options import Options, Path_
 from ckpt_tools.transfer.result import TransferResult
 from ckpt_tools.transfer.transfer import TransferRequest, transfer
@@ -81,7 +82,7 @@ def salvage(src: Path_, dst: Path_, **options: Unpack[Options]) -> SalvageResult
             form,
             request,
             options,
-            about={"num_lost": len(lost)} if lost else {},
+            about={NUM_LOST: len(lost)},
             is_damaged=bool(problems),
         )
     )

@@ -224,14 +224,8 @@ def _counted(
     """
     kept = result.kept
     for step in steps:
-        if step.error is not None:
-            continue
-        if step.problem:
-            kept[str(step.path)] = f"it is not complete: {step.problem}"
-        elif step.twin:
-            kept[str(step.path)] = step.twin_note
-        elif not step.counts and not step.superseded_by:
-            kept[str(step.path)] = "no save of this tool wrote it"
+        if step.error is None and step.not_counted:
+            kept[str(step.path)] = step.not_counted
     found = [step for step in steps if step.counts]
     if not reads:
         return found

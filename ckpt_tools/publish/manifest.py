@@ -26,6 +26,7 @@ from ckpt_tools.version import __version__
 
 VERSION = 2  # version 1 has no checksum of its own and is not read
 CHECKSUM = "crc64nvme"
+NUM_LOST = "num_lost"  # in `source`: entries that `ckpt salvage` could not rescue
 ROOM_BYTES = 1 << 20  # what a result needs on a disk beside its data
 
 
@@ -90,8 +91,14 @@ class Manifest:
     @property
     def num_lost(self) -> int:
         """Returns the number of entries that `ckpt salvage` could not rescue."""
-        found = self.source.get("num_lost")
-        return found if type(found) is int else 0
+        found = self.source.get(NUM_LOST)
+        return found if type(found) is int and found > 0 else 0
+
+    @property
+    def salvage_note(self) -> str:
+        """Returns the remark on a salvaged checkpoint; "" for any other."""
+        number = self.num_lost
+        return f"salvaged: {number:,} entr{'y' if number == 1 else 'ies'} lost" if number else ""
 
     @property
     def not_finite(self) -> list[str]:

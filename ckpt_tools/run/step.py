@@ -116,9 +116,13 @@ class Step:
         return [str(key) for key in found] if isinstance(found, list) else []
 
     @property
-    def num_lost(self) -> int:
-        """Returns the number of entries that `ckpt salvage` could not rescue."""
-        return self.manifest.num_lost if self.manifest is not None else 0
+    def not_counted(self) -> str:
+        """Returns why no rule of retention counts it; "" if the rules do."""
+        if self.problem:
+            return f"it is not complete: {self.problem}"
+        if self.twin:
+            return self.twin_note
+        return "" if self.counts or self.superseded_by else "no save of this tool wrote it"
 
     @property
     def attempt(self) -> str:

@@ -29,7 +29,7 @@ class TransferResult:
         store_nbytes: bytes of those written that an object store copied by itself, without their
             passing through this process.
         bytes_by_dtype: bytes written, by element type.
-        left_out: what was not taken, with its bytes. A name stands for all below it.
+        left_out: entries that were not taken, with their bytes. A name stands for all below it.
         stripped: how many names lost a prefix, by prefix.
         overflowed: finite values that a cast made infinite, by tensor.
         notes: remarks.

@@ -45,7 +45,10 @@ class CopyRange(NamedTuple):
 
 
 class UploadPart(NamedTuple):
-    """A part of an upload. `source` is the source of a copied part; None if its bytes are sent."""
+    """A part of an upload, or a stretch of a file on a disk.
+
+    `source` is where it is copied or cloned from; None if this process sends or writes it.
+    """
 
     start: int
     nbytes: int

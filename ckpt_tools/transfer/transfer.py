@@ -37,6 +37,7 @@ from ckpt_tools.formats.registry import Request, Source
 from ckpt_tools.publish.base import Attempt, Destination
 from ckpt_tools.publish.find_manifest import manifest_of
 from ckpt_tools.publish.manifest import (
+    NUM_LOST,
     ROOM_BYTES,
     Manifest,
     SealedFile,
@@ -236,8 +237,8 @@ class Transfer:
             prove_planned_replicas(
                 self.source, self.request.catalog, self.part, self.located, self.jobs, self.tiles
             )
-            if num_lost := self.sealed.num_lost if self.sealed is not None else 0:
-                self.notes.append(f"the source was salvaged: it lacks {num_lost} entries")
+            if self.sealed is not None and self.sealed.salvage_note:
+                self.notes.append(f"the source is {self.sealed.salvage_note}")
             found = sealed_fingerprints(self.sealed, self.source, self.request.catalog, self.plan)
             self.sealed_fingerprints: Mapping[str, SealedFingerprint] = {
                 fqn: sealed for fqn, sealed in found.items() if fqn not in self.request.alter
@@ -305,8 +306,15 @@ class Transfer:
             self._run(finished.without(batches, self.advance), sink, attempt)
 
     def _plan_server_copy(self, attempt: Attempt) -> ServerCopy | None:
-        """Returns what the store of both ends copies without a client, None for nothing."""
-        if self.sealed is None or self.resume.nbytes or (self.group.rank and attempt.folder):
+        """Returns what the store of both ends copies without a client, None for nothing.
+
+        A disk clones for one process alone, and not for a result that replaces its source: then the
+        bytes are read, and compared with their checksums, before the source goes.
+        """
+        if self.sealed is None:
+            return None
+        is_disk = attempt.folder is not None
+        if is_disk and (self.group.rank or self.resume.nbytes or self.request.in_place):
             return None
         to = attempt.copy_target(self.source.folder)
         if to is None:
@@ -436,6 +444,9 @@ class Transfer:
             "save_id": source.catalog.extras.get("save_id"),
         }
         about |= self.request.about
+        earlier = self.sealed.num_lost if self.sealed else 0
+        if num_lost := self.request.about.get(NUM_LOST, 0) + earlier:
+            about[NUM_LOST] = num_lost
         if self.resume.work:
             about["work"] = self.resume.work
         sealed = SealedFile(len(index.data), hex64(crc64nvme(index.data))) if index else None

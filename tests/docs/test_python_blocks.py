@@ -51,14 +51,13 @@ checkpoints = CheckpointManager("run")
 """
 
 
-def resuming(stored: str, present: str, more: str = "") -> str:
+def resuming(stored: str, present: str) -> str:
     """Returns the lines of a job whose model, `present`, differs from that of its checkpoint."""
     return f"""{JOB}
 with CheckpointManager("run") as before:
     before.save(1, {{"model": nn.ModuleDict({stored})}})
 state = {{"model": nn.ModuleDict({present})}}
 checkpoints = CheckpointManager("run")
-{more}
 """
 
 

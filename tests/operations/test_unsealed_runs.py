@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ import ckpt_tools
 from ckpt_tools import CheckpointManager, NotACheckpointError
 from tests.command import run_command
 from tests.strategies import flip
-
-Run = Callable[..., object]
 
 
 def stock_run(root: Path) -> None:
@@ -53,12 +50,14 @@ def test_what_was_salvaged_says_so(tmp_path: Path) -> None:
     assert len(lost) == 1
     assert "salvaged: 1 entry lost" in run_command("ls", rescued.parent).stdout
     done = run_command("check", rescued.parent)
-    assert done.returncode == 1 and "step 1: salvaged: 1 entries could not" in done.stdout
-    assert "it was salvaged: it lacks 1 entries" in run_command("verify", rescued).stdout
+    assert done.returncode == 1 and "step 1: salvaged: 1 entry lost" in done.stdout
+    assert "salvaged: 1 entry lost" in run_command("verify", rescued).stdout
     notes = ckpt_tools.merge(rescued, tmp_path / "m.safetensors").notes
-    assert "the source was salvaged: it lacks 1 entries" in notes
-    whole = ckpt_tools.salvage(rescued, tmp_path / "again")
-    assert not whole.lost
+    assert "the source is salvaged: 1 entry lost" in notes
+    assert not ckpt_tools.salvage(rescued, tmp_path / "again").lost
+    ckpt_tools.reshard(rescued, tmp_path / "more" / "step-00000001", to_ranks=2)
+    for later in (tmp_path / "again", tmp_path / "more" / "step-00000001"):
+        assert "salvaged: 1 entry lost" in run_command("verify", later).stdout
 
 
 def test_prune_of_what_is_no_run_is_refused(tmp_path: Path) -> None:

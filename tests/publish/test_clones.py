@@ -22,17 +22,22 @@ from safetensors.torch import load_file
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError, StorageError
+from ckpt_tools.publish.base import CopiedRange
+from ckpt_tools.publish.disk.clones import DiskClones
+from ckpt_tools.storage import PinnedStore
 from tests.command import run_command
 from tests.jobs import PYTHON_PATH
+from tests.servers.buckets import until
+from tests.strategies import flip
 
 MB = 1_000_000
 
 
-def mounted(folder: Path, size: str) -> Iterator[Path]:
+def mounted(folder: Path, mib: int) -> Iterator[Path]:
     image, where = folder / "image", folder / "xfs"
     where.mkdir()
     with image.open("wb") as file:
-        file.truncate(int(size) << 20)
+        file.truncate(mib << 20)
     if os.geteuid() or not shutil.which("mkfs.xfs"):
         pytest.skip("needs root and mkfs.xfs")
     subprocess.run(["mkfs.xfs", "-q", image], check=True)
@@ -46,7 +51,7 @@ def mounted(folder: Path, size: str) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def xfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield from mounted(tmp_path_factory.mktemp("disk"), "2000")
+    yield from mounted(tmp_path_factory.mktemp("disk"), 2000)
 
 
 @pytest.fixture
@@ -166,7 +171,7 @@ def test_the_command_says_what_it_cloned(work: Path) -> None:
 def test_another_file_system_and_a_full_one(work: Path, tmp_path: Path) -> None:
     ckpt_tools.save(work / "src", weights())
     assert ckpt_tools.merge(work / "src", tmp_path / "m.safetensors").store_nbytes == 0
-    for small in mounted(tmp_path, "310"):
+    for small in mounted(tmp_path, 310):
         with CheckpointManager(small / "run") as checkpoints:
             checkpoints.save(1, weights(), asynchronous=False)
         step = small / "run" / "step-00000001"
@@ -175,6 +180,32 @@ def test_another_file_system_and_a_full_one(work: Path, tmp_path: Path) -> None:
         with pytest.raises(StorageError):  # the free space is asked for first
             ckpt_tools.merge(step, small / "m.safetensors")
         assert sorted(p.name for p in small.iterdir()) == ["rest", "run"]
+
+
+def test_what_the_file_system_refuses_to_clone_is_copied(work: Path) -> None:
+    data = os.urandom(3 * MB)
+    (work / "a").write_bytes(data)
+    source, into = PinnedStore(work), PinnedStore(work)
+    ranges = [CopiedRange(5, 2 * MB, "a", 77)]  # of no whole blocks
+    DiskClones(into, source).create_copied("b", 2 * MB + 5, (), ranges).finish()
+    assert (work / "b").read_bytes() == bytes(5) + data[77 : 77 + 2 * MB]
+
+
+def test_thin_reads_before_it_removes(work: Path) -> None:
+    """The damaged step stays, as on any file system."""
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1024)).sum().backward()
+    optimizer.step()
+    with CheckpointManager(work / "run", keep_last=None) as checkpoints:
+        for number in (1, 2):
+            state = {"model": model, "optimizer": optimizer}
+            checkpoints.save(number, state, asynchronous=False)
+    (path,) = (work / "run" / "step-00000001").glob("*.distcp")
+    at = path.read_bytes().index(model.weight.detach().numpy().tobytes()[:64])
+    flip(path, at + 300_000, 3)
+    done = ckpt_tools.thin(work / "run", 1)
+    assert not done.thinned and len(done.damaged) == 1
 
 
 JOB = """
@@ -194,7 +225,9 @@ def test_a_kill_leaves_a_whole_result_or_none(work: Path) -> None:
             [sys.executable, "-c", JOB, work / "src", out, again],
             env=os.environ | {"PYTHONPATH": PYTHON_PATH},
         )
-        time.sleep(1.2 + 0.11 * number)
+        before = out.stat().st_ino if out.exists() else 0
+        until(lambda: out.exists() and out.stat().st_ino != before, 60)  # noqa: B023  (at once)
+        time.sleep(0.03 * number)
         job.send_signal(signal.SIGKILL)
         job.wait()
         for result in (out, again):

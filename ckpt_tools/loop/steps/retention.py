@@ -146,12 +146,9 @@ def prune_steps(
     counted = [step for step in steps if step.counts and str(step.path) not in wrong]
     result = Pruned(damaged=damaged, policies=_reasons(counted, rules), unreadable=unreadable)
     for step in steps:
-        if step.twin:
-            result.kept[str(step.path)] = step.twin_note
-        elif step.problem and step.error is None:
-            result.policies[str(step.path)] = f"it is not complete: {step.problem}"
-        elif not step.counts and not step.superseded_by and step.error is None:
-            result.policies[str(step.path)] = "no save of this tool wrote it"
+        if step.error is None and step.not_counted:
+            told = result.kept if step.twin else result.policies
+            told[str(step.path)] = step.not_counted
     _remove_all(root, to_remove, found.waited_for, dry_run, result)
     return result
 
