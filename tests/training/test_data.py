@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import jobs
 from training.config import ConfigError
 from training.data import Sampler, open_tokens, shuffled
 from training.extras.prepare import prepare
@@ -171,9 +175,10 @@ def test_prepare_does_not_read_what_it_has_written(tmp_path: Path) -> None:
         prepare([tmp_path / "empty.txt"], tmp_path / "e.npy", progress=False)
 
 
-def test_prepare_with_a_tokenizer_gives_its_ids(tmp_path: Path) -> None:
+def save_tokenizer(path: Path) -> None:
+    """Saves a tokenizer of 70,005 words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     words = {"[UNK]": 0, "<end>": 1, "the": 2, "cat": 3, "sat": 4} | {
         f"w{i}": 5 + i for i in range(70_000)
@@ -182,7 +187,13 @@ def test_prepare_with_a_tokenizer_gives_its_ids(tmp_path: Path) -> None:
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(
         tokenizer_object=raw, eos_token="<end>", unk_token="[UNK]"
-    ).save_pretrained(tmp_path / "tokenizer")
+    ).save_pretrained(path)
+
+
+def test_prepare_with_a_tokenizer_gives_its_ids(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    save_tokenizer(tmp_path / "tokenizer")
     text = "the cat sat\n" * 50_000 + "w69999 the"
     (tmp_path / "a.txt").write_text(text)
     about = prepare(
@@ -194,6 +205,25 @@ def test_prepare_with_a_tokenizer_gives_its_ids(tmp_path: Path) -> None:
     ]
     assert ids.dtype == np.uint32 and ids.tolist() == [*wanted, 1]
     assert about["vocab_size"] == 70_005 and about["tokens"] == len(ids)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_make_files_of_tokens_and_of_examples(tmp_path: Path) -> None:
+    page = (jobs.ROOT / "docs" / "training.md").read_text()
+    found = re.findall(r"^```console\n(.*?)^```$", page, re.M | re.S)
+    assert len(found) == 1
+    save_tokenizer(tmp_path / "llama")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").write_text("the cat sat\n")
+    example = {"prompt": "the cat", "completion": "sat"}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(example) + "\n")
+    for line in found[0].splitlines():
+        words = [sys.executable, *shlex.split(line)[1:]]
+        env = os.environ | {"PYTHONPATH": str(jobs.ROOT)}
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, (line, done.stderr)
+    assert np.load(tmp_path / "tokens.npy").tolist() == [2, 3, 4, 1]
+    assert (tmp_path / "chat.npy").is_file()
 
 
 @pytest.mark.slow
