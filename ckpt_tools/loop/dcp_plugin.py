@@ -60,12 +60,11 @@ from ckpt_tools.loop.loading.proof import LoadProof
 from ckpt_tools.loop.loading.read_shards import fill
 from ckpt_tools.loop.saving.replicas import Proof, differing_note, digests, replicas_differ
 from ckpt_tools.loop.saving.write import (
-    NOTHING,
     RankFile,
     SavedObject,
     commit,
     describe,
-    plan_file,
+    plan_files,
     write_part,
 )
 from ckpt_tools.loop.state.archives import check_loadable, unpack
@@ -247,7 +246,7 @@ class StorageWriter(storage.StorageWriter):
         memory = self._stage.live(
             [v.detach() for v in values if isinstance(v, torch.Tensor)]
         ).wait()
-        file = plan_file(order.rank, pieces)
+        (file,) = plan_files(order.rank, pieces)
         part = write_part(
             file,
             target,
@@ -303,7 +302,7 @@ class StorageWriter(storage.StorageWriter):
         except PlanError:
             self._close()
             raise
-        parts = [NOTHING] * self._num_ranks
+        parts: list[list[RankFile]] = [[] for _ in range(self._num_ranks)]
         fingerprints: dict[str, int] = {}
         metadata.storage_data = {}
         for rank, wrote in enumerate(results):
@@ -311,7 +310,8 @@ class StorageWriter(storage.StorageWriter):
                 if isinstance(result.storage_data, _ReplicaResult):
                     continue
                 info, share, part = result.storage_data
-                parts[rank] = part or parts[rank]
+                if part is not None:
+                    parts[rank].append(part)
                 fingerprints[result.index.fqn] = fingerprints.get(result.index.fqn, 0) ^ share
                 metadata.storage_data[result.index] = info
         metadata.version = _VERSION

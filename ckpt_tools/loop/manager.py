@@ -50,7 +50,7 @@ from ckpt_tools.loop.options import Mirror, OldOptions, Outages, Resuming, Writi
 from ckpt_tools.loop.preemption import Preemption
 from ckpt_tools.loop.save_times import SaveTimes
 from ckpt_tools.loop.saving.background import BackgroundWriter, PendingSave
-from ckpt_tools.loop.saving.collect import Collected, Collector, SaveRequest
+from ckpt_tools.loop.saving.collect import Collector, SaveRequest
 from ckpt_tools.loop.saving.hooks import Hooks, OnCommit, OnError
 from ckpt_tools.loop.saving.huggingface_copies import HuggingFace, HuggingFaceWriter
 from ckpt_tools.loop.saving.limits import WriteLimits
@@ -59,6 +59,7 @@ from ckpt_tools.loop.saving.save import Save, SaveReport
 from ckpt_tools.loop.signals import SignalWatch
 from ckpt_tools.loop.state.device_statistics import measure_on_device
 from ckpt_tools.loop.state.late_staging import LateStaging
+from ckpt_tools.loop.state.optimizers import StateOwners
 from ckpt_tools.loop.state.staging import StagedTensors, Stager
 from ckpt_tools.loop.state.state_dict import check_state
 from ckpt_tools.loop.steps import rollback
@@ -181,7 +182,7 @@ class CheckpointManager:
         self._stage, self._pid, self._process_group = Stager(), os.getpid(), process_group
         self._timeout_s, self._collector = (
             timeout_s,
-            Collector(self._group, Proof.of(writing.replicas)),
+            Collector(self._group, Proof.of(writing.replicas), writing.incremental == "auto"),
         )
         there = None
         if options.mirror is not None:
@@ -203,6 +204,7 @@ class CheckpointManager:
         )
         self._save_times = SaveTimes(self._root, save_every, save_every_s)
         self._writer.on_failure = self._save_times.failed
+        self._writer.on_change = self._collector.frozen.add_uncounted
         try:
             self._claim(there, options.mirror.every if options.mirror is not None else None)
             self._late = LateStaging() if writing.overlap_copy else None
@@ -369,9 +371,11 @@ class CheckpointManager:
     ) -> PendingSave:
         """Returns what this rank writes, copied to host memory."""
         collected = self._collector.collect(request, laps)
-        # before the copy, so that both see the same values
-        measured = measure_on_device(collected.tensors) if collected.extras.statistics else None
-        staged = self._stage_shards(collected, is_background)
+        unchanged = self._writer.unchanged(collected, is_held=not is_background)
+        files = collected.layout.files[:1] if unchanged else collected.layout.files
+        tensors = [collected.tensors[n] for file in files for n in file.numbers]
+        measured = measure_on_device(tensors) if collected.extras.statistics else None
+        staged = self._stage_shards(tensors, collected.owners, is_background)
         if measured is not None:
             measured.hold_updates()
         laps.lap("copy")
@@ -382,6 +386,8 @@ class CheckpointManager:
             request.is_numbered,
             Save(step, collected.layout, collected.objects, overwrite, extras),
             staged,
+            unchanged,
+            collected.frozen,
             time.monotonic() - began if is_background else 0.0,
         )
 
@@ -397,18 +403,19 @@ class CheckpointManager:
                 hint="a step is saved once: pass overwrite=True to replace it, or move it away",
             )
 
-    def _stage_shards(self, collected: Collected, is_background: bool) -> StagedTensors:
-        """Returns this rank's shards in host memory.
+    def _stage_shards(
+        self, tensors: Sequence[torch.Tensor], owners: StateOwners, is_background: bool
+    ) -> StagedTensors:
+        """Returns shards in host memory.
 
         The writer raises what fails here. So every rank hears of it without a further exchange.
         """
-        tensors = collected.tensors
         try:
             if not is_background:
                 return self._stage.live(tensors)
             if self._late is None:
                 return self._stage.copy(tensors)
-            late = self._late.find(collected.owners, tensors)
+            late = self._late.find(owners, tensors)
             staged = self._stage.copy(tensors, late)
             self._late.began(staged)
             return staged

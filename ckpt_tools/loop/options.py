@@ -85,6 +85,10 @@ class Writing:
             optimizer state (DDP, HSDP, replicated tensors). A difference is an error. `"check"`
             compares all at every save. `"first-save"` compares all at the first save, and then a
             part at each save, in turn. `"trust"` compares nothing, and stores any of them.
+        incremental: `"auto"` writes the parameters that take no gradient once, into files of their
+            own (from 1 MiB per rank). While they do not change, the next step links these files:
+            they are neither copied to host memory nor written. Every step stays a complete
+            checkpoint. False writes all of them at every save.
         names: of the steps: `step-{:08d}`, `step-{}`, `checkpoint-{}` or `global_step_{}`.
     """
 
@@ -94,6 +98,7 @@ class Writing:
     overlap_copy: bool = False
     when_busy: str = "wait"
     replicas: str = Proof.FIRST_SAVE
+    incremental: str | bool = "auto"
     names: str = STEP_PATTERNS[0]
 
     def __post_init__(self) -> None:
@@ -113,6 +118,8 @@ class Writing:
         if self.when_busy not in ("wait", "skip"):
             raise ValueError(f"when_busy: expected 'wait' or 'skip', got {self.when_busy!r}")
         Proof.of(self.replicas)
+        if self.incremental is not False and self.incremental != "auto":
+            raise ValueError(f"incremental: expected 'auto' or False, got {self.incremental!r}")
         if self.names not in STEP_PATTERNS:
             raise ValueError(
                 f"names: expected one of {', '.join(STEP_PATTERNS)}, got {self.names!r}"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ckpt_tools.core.plan import Literal
 from ckpt_tools.engine.partition import Regions
+from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage import Capabilities, Store, WritableStore, Writer
 from ckpt_tools.storage.object_info import ObjectInfo
 
@@ -150,6 +151,36 @@ class Attempt(ABC):
         """Returns a target for the store's own copies; None if it cannot copy from `origin`."""
         del origin
         return None
+
+    def identity(self, name: str) -> tuple[int, ...]:
+        """Returns numbers that stay while nobody changes a written file; () if it is unknown."""
+        del name
+        return ()
+
+    def take_over(
+        self, origin: Store, file: str, name: str, nbytes: int, identity: tuple[int, ...]
+    ) -> str:
+        """Makes a file of another checkpoint a file of this one. Its bytes do not pass here.
+
+        Args:
+            origin: the other checkpoint.
+            file: its name there.
+            name: its name here.
+            nbytes: its bytes.
+            identity: of the file, from the attempt that has written it.
+
+        Returns:
+            How it was done: "linked", "cloned" or "copied".
+
+        Raises:
+            StorageError: the store cannot do it, or the file has changed.
+        """
+        del identity
+        target = self.copy_target(origin)
+        if target is None:
+            raise StorageError(f"the store makes no copies itself ({printable(file)})")
+        target.copy_file(name, file, nbytes)
+        return "copied"
 
     def prepare(self, files: Mapping[str, int]) -> None:
         """Prepares files that an earlier attempt has left, so that each can be written into.

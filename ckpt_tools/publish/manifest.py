@@ -40,11 +40,15 @@ class SealedRange(NamedTuple):
 
 
 class SealedFile(NamedTuple):
-    """A file with its checksum as 16 hex digits, and those of the cells of its long payloads."""
+    """A file with its checksum as 16 hex digits, and those of the cells of its long payloads.
+
+    `linked` is the step from which the save took the file, instead of writing it; "" for none.
+    """
 
     nbytes: int
     crc64nvme: str
     ranges: tuple[SealedRange, ...] = ()
+    linked: str = ""
 
 
 class SealedPickle(NamedTuple):
@@ -194,7 +198,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "world_size": (int, type(None)),
     "step": (int, type(None)),
 }
-_OPTIONAL = ("ranges", "statistics", "tied_to")  # absent rather than empty
+_OPTIONAL = ("ranges", "linked", "statistics", "tied_to")  # absent rather than empty
 _KEYS = {"ranges": "runs"}  # in the text, if it differs from the field
 _TABLES = ("files", "tensors", "objects", "pickles")  # a line for each entry
 _OMITTED = ("metrics", "timing", "objects", "pickles")  # absent rather than empty
@@ -289,6 +293,7 @@ def _sealed(entry: Mapping[str, Any]) -> SealedFile:
         entry["nbytes"],
         _hex(entry["crc64nvme"]),
         tuple(_sealed_range(found, entry["nbytes"]) for found in ranges),
+        str(entry.get("linked", "")),
     )
 
 

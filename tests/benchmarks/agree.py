@@ -30,7 +30,7 @@ from ckpt_tools.core.memory import no_gc
 from ckpt_tools.formats.dcp.metadata import ItemLocation
 from ckpt_tools.loop.saving.replicas import Proof, ReplicaProof
 from ckpt_tools.loop.saving.save import RankNames, SaveLayout, _fingerprints, _seal, assign
-from ckpt_tools.loop.saving.write import RankFile, ShardInfo, commit, describe, plan_file
+from ckpt_tools.loop.saving.write import RankFile, ShardInfo, commit, describe, plan_files
 from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.storage import write_file
 
@@ -61,15 +61,18 @@ def ours(num_ranks: int, num_tensors: int) -> tuple[float, int, float, int]:
         gathered = [pickle.loads(s) for s in sent]
         tasks, head = assign([g[0] for g in gathered], [g[1] for g in gathered], paths)
     tasks_sent = [pickle.dumps(t, protocol=4) for t in tasks]
-    file = plan_file(0, [gathered[0][0][i] for i in tasks[0].shards])
+    files = plan_files(0, [gathered[0][0][i] for i in tasks[0].shards])
     planned = time.perf_counter() - began
     names = RankNames(gathered[0][0], ("step",), ("step",), paths)
     layout = SaveLayout(
-        names, tasks[0], file, head, ReplicaProof(tasks[0].replicas, names.infos, Proof.TRUST)
+        names, tasks[0], files, head, ReplicaProof(tasks[0].replicas, names.infos, Proof.TRUST)
     )
-    parts = [RankFile(1000, 1, (), ((900, 100),) if r == 0 else (), {}) for r in range(num_ranks)]
-    attempt = str(uuid.uuid4())
     shares = {info.fqn: 1 for info in gathered[0][0]}
+    parts = [
+        [RankFile(f"__{r}_0.distcp", 1000, 1, (), ((900, 100),) if r == 0 else (), {})]
+        for r in range(num_ranks)
+    ]
+    attempt = str(uuid.uuid4())
     with tempfile.TemporaryDirectory() as folder:
         target = open_destination(Path(folder) / "step-00000001")
         with target.stage(attempt, False) as staged:
@@ -78,7 +81,7 @@ def ours(num_ranks: int, num_tensors: int) -> tuple[float, int, float, int]:
             results = [pickle.dumps(p, protocol=4) for p in parts]
             began = time.perf_counter()
             parts = [pickle.loads(r) for r in results]
-            prints = _fingerprints(layout, shares)
+            prints = _fingerprints(layout, [parts[0][0]._replace(shares=shares)])
             places = {"step": ItemLocation("__0_0.distcp", 900, 100)}
             index = head.template.render(places, attempt, lambda name: name)
             tensors = _seal(head, prints, parts)

@@ -547,9 +547,9 @@ class DataFile:
 
 
 def lay_out_rank(
-    rank: int, chunks: Iterable[tuple[Box, DType]]
+    rank: int, chunks: Iterable[tuple[Box, DType]], number: int = 0
 ) -> tuple[DataFile, list[tuple[Slot, ItemLocation]]]:
-    """Lays out the data file of one rank: one archive per chunk, in the given order.
+    """Lays out a data file of one rank: one archive per chunk, in the given order.
 
     The layout follows from boxes and types alone. So in a save, rank 0 knows the positions in the
     files of all ranks without asking.
@@ -557,7 +557,7 @@ def lay_out_rank(
     Returns:
         The file, and for each chunk the slot of its bytes and the location of its archive.
     """
-    file = DataFile(data_file_name(rank))
+    file = DataFile(data_file_name(rank, number))
     return file, [file.add_chunk(box, wrap(dtype, box.sizes)) for box, dtype in chunks]
 
 
@@ -574,9 +574,9 @@ def is_rank_metadata(name: str) -> bool:
     return _RANK_METADATA.fullmatch(name) is not None
 
 
-def data_file_name(rank: int) -> str:
-    """Returns the name that torch gives to a rank's only data file."""
-    return f"__{rank}_0.distcp"
+def data_file_name(rank: int, number: int = 0) -> str:
+    """Returns the name that torch gives to a rank's data file; a rank may have several."""
+    return f"__{rank}_{number}.distcp"
 
 
 @no_gc()

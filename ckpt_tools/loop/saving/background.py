@@ -16,6 +16,13 @@ from ckpt_tools.core.laps import format_laps
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.formats.base import new_attempt
+from ckpt_tools.loop.saving.collect import Collected
+from ckpt_tools.loop.saving.frozen import (
+    FrozenFile,
+    FrozenNote,
+    FrozenShardsChangedError,
+    Unchanged,
+)
 from ckpt_tools.loop.saving.hooks import Hooks
 from ckpt_tools.loop.saving.huggingface_copies import HuggingFaceWriter
 from ckpt_tools.loop.saving.limits import WriteLimits
@@ -46,7 +53,9 @@ class PendingSave:
         is_numbered: whether the name is that of the step, so that retention, a mirror and a
             rollback concern it.
         save: this rank's part of it.
-        staged: this rank's shards in host memory.
+        staged: this rank's shards in host memory, without those of `unchanged`.
+        unchanged: the frozen shards, if the step before has them.
+        frozen: where the frozen shards are.
         stall_s: seconds for which `save` has held the loop; 0 for a blocking save.
     """
 
@@ -55,6 +64,8 @@ class PendingSave:
     is_numbered: bool
     save: Save
     staged: StagedTensors
+    unchanged: Unchanged | None
+    frozen: FrozenNote
     stall_s: float
 
 
@@ -66,12 +77,15 @@ class BackgroundWriter:
         last_save: the report of the last save.
         protected: numbers of steps that retention does not remove.
         on_failure: called when a save has failed, in the thread that writes.
+        on_change: called with the tensors of frozen shards that changed unnoticed.
+        frozen: the file of frozen shards of the last save that had one.
     """
 
     lock: RootLock | None = None
     mirror: MirrorWriter | None = None
     huggingface: HuggingFaceWriter | None = None
     last_save: SaveReport | None = None
+    frozen: FrozenFile | None = None
     _failures = 0
     _logged_failure: CheckpointError | None = None  # of the newest save; nothing has raised it
     _before: tuple[SaveLayout | None, Path | str] = (None, "")
@@ -108,6 +122,7 @@ class BackgroundWriter:
         self._read_back, self._logged = ReadBack(), set[str]()  # warnings on the store, logged once
         self._is_waited_for = threading.Event()
         self.on_failure: Callable[[], None] = _nothing
+        self.on_change: Callable[[Sequence[str]], None] = lambda names: None
 
     @property
     def _is_first(self) -> bool:
@@ -212,6 +227,8 @@ class BackgroundWriter:
                 report = self._try(save, group, attempts, limits or WriteLimits(self.jobs))
                 break
             except BaseException as error:
+                if isinstance(error, FrozenShardsChangedError):
+                    self.on_change(error.names)
                 if not outage.tries_again(group, error, save.name):
                     self.on_failure()
                     if group.rank == 0:
@@ -273,6 +290,9 @@ class BackgroundWriter:
                     self._make_room(target, what, attempts[-1])
         if group.broadcast(is_there, f"begin {what}"):
             return SaveReport(target.url, 0, step=save.step)
+        files, unchanged = save.layout.files, pending.unchanged
+        first = len(files[0].numbers)
+        contents = [memory[:first], unchanged or memory[first:]][: len(files)]
         save = replace(
             save,
             overwrite=save.overwrite or target.url in self.history.passed,
@@ -283,9 +303,37 @@ class BackgroundWriter:
             ),
         )
         progress = limits.throttle(self._is_waited_for)
-        return write(
-            group, target, save, memory, attempts[-1], limits.jobs, self._check_lock, progress
+        report, parts = write(
+            group, target, save, contents, attempts[-1], limits.jobs, self._check_lock, progress
         )
+        if len(parts) > 1:
+            self.frozen = FrozenFile(
+                save.layout.frozen,
+                pending.frozen.generation,
+                what,
+                target,
+                attempts[-1],
+                unchanged.known.crcs if unchanged else pending.frozen.crcs(memory[first:]),
+                parts[1],
+            )
+        return report
+
+    def unchanged(self, collected: Collected, is_held: bool) -> Unchanged | None:
+        """Returns the frozen shards of a save, if the step before has them; else None.
+
+        Args:
+            collected: of this rank.
+            is_held: nothing changes the state until the save is complete.
+        """
+        known, layout = self.frozen, collected.layout
+        if (
+            known is None
+            or known.generation != collected.frozen.generation
+            or known.shards != layout.frozen
+            or (collected.extras.statistics and not known.part.moments)
+        ):
+            return None
+        return Unchanged(known, [collected.tensors[n] for n in layout.files[1].numbers], is_held)
 
     def _make_room(self, target: Destination, name: str, attempt: str) -> None:
         """Sets a damaged step aside if it holds files that must not be removed with it."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ckpt_tools.core.box import Box
 from ckpt_tools.core.catalog import TORCH_ZIP, Catalog, Chunk, ChunkList, Extent, TensorEntry
@@ -29,13 +29,15 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, Template, TensorMeta
 from ckpt_tools.formats.registry import is_ours
+from ckpt_tools.loop.saving.frozen import Unchanged
 from ckpt_tools.loop.saving.replicas import Proof, ReplicaProof, ReplicaTask, replica_tasks
 from ckpt_tools.loop.saving.write import (
     FilePlan,
     RankFile,
     commit,
     describe,
-    plan_file,
+    numbers_by_file,
+    plan_files,
     write_files,
     write_part,
 )
@@ -102,9 +104,15 @@ class SaveLayout:
 
     names: RankNames
     task: WriteTask
-    file: FilePlan
+    files: tuple[FilePlan, ...]
     head: MetadataHead | None
     replicas: ReplicaProof
+
+    @property
+    def frozen(self) -> tuple[ShardInfo, ...]:
+        """Returns the shards of this rank's second file; none if it has one file."""
+        numbers = self.files[1].numbers if len(self.files) > 1 else ()
+        return tuple(self.names.infos[self.task.shards[n]] for n in numbers)
 
 
 @dataclass(slots=True)
@@ -113,7 +121,8 @@ class SaveReport:
 
     Attributes:
         path: the checkpoint.
-        own_nbytes, nbytes: bytes of this rank's file; on rank 0, of all files.
+        own_nbytes, nbytes: bytes of this rank's files; on rank 0, of all files.
+        linked_nbytes: on rank 0, bytes that were not written, because the step before has them.
         seconds: from the start of the write to the commit.
         notes: remarks of the store.
         step: its number; None for a checkpoint without one.
@@ -140,6 +149,7 @@ class SaveReport:
     mirror_lag_steps: int = 0
     not_finite: Sequence[str] = ()
     timing: Mapping[str, float] = field(default_factory=dict)
+    linked_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +280,8 @@ def agree_layout(
                 _kinds(gathered),
             )
     task = group.scatter(tasks, "agree on the layout")
-    file = plan_file(group.rank, [names.infos[i] for i in task.shards])
-    return SaveLayout(names, task, file, head, ReplicaProof(task.replicas, names.infos, proof))
+    files = plan_files(group.rank, [names.infos[i] for i in task.shards])
+    return SaveLayout(names, task, files, head, ReplicaProof(task.replicas, names.infos, proof))
 
 
 def _kinds(gathered: Sequence[RankNames]) -> dict[str, ReplicaKind]:
@@ -460,15 +470,17 @@ def _head(
     sizes: dict[str, int] = {}
     alike: dict[tuple[tuple[tuple[int, ...], str], ...], tuple[int, list[tuple[int, int]]]] = {}
     for rank, (mine, task) in enumerate(zip(infos, tasks, strict=True)):
-        pieces = [mine[number] for number in task.shards]
-        key = tuple((p.box.sizes, p.dtype) for p in pieces)
-        if key not in alike:  # most files are laid out like that of another rank
-            file, laid_out = dcp.lay_out_rank(rank, ((p.box, BY_NAME[p.dtype]) for p in pieces))
-            alike[key] = file.nbytes, [(place.start, place.nbytes) for _, place in laid_out]
-        name = dcp.data_file_name(rank)
-        sizes[name], spans = alike[key]
-        for piece, (start, nbytes) in zip(pieces, spans, strict=True):
-            placed[piece.fqn].append((piece.box, ItemLocation(name, start, nbytes)))
+        shards = [mine[number] for number in task.shards]
+        for file_number, numbers in enumerate(numbers_by_file(shards)):
+            pieces = [shards[number] for number in numbers]
+            key = tuple((p.box.sizes, p.dtype) for p in pieces)
+            if key not in alike:  # most files are laid out like that of another rank
+                file, laid_out = dcp.lay_out_rank(rank, ((p.box, BY_NAME[p.dtype]) for p in pieces))
+                alike[key] = file.nbytes, [(place.start, place.nbytes) for _, place in laid_out]
+            name = dcp.data_file_name(rank, file_number)
+            sizes[name], spans = alike[key]
+            for piece, (start, nbytes) in zip(pieces, spans, strict=True):
+                placed[piece.fqn].append((piece.box, ItemLocation(name, start, nbytes)))
     for fqn, other in aliases.items():
         placed[fqn] = placed[other]
     metadata = Metadata(paths=dict(paths))
@@ -498,24 +510,27 @@ def write(
     group: GlooGroup,
     target: Destination,
     save: Save,
-    memory: Sequence[memoryview],
+    contents: Sequence[Sequence[memoryview] | Unchanged],
     attempt: str,
     jobs: int,
     before_commit: Callable[[], None] | None = None,
     progress: Progress | None = None,
-) -> SaveReport:
+) -> tuple[SaveReport, Sequence[RankFile]]:
     """Writes one checkpoint and makes it visible. All ranks call it with the agreed layout.
 
     Args:
         group: all ranks.
         target: the new checkpoint. It must not exist, unless the save overwrites.
         save: of this rank.
-        memory: the bytes of this rank's shards, in the order of its task.
+        contents: for each file of this rank, the bytes of its shards, or where they are already.
         attempt: id of this attempt, the same on all ranks.
         jobs: threads on this rank.
         before_commit: called on rank 0 when everything is written. If it raises, nothing is
             committed.
         progress: called with the bytes of each batch that is written, by any thread.
+
+    Returns:
+        The report, and this rank's files.
 
     Raises:
         CheckpointError: this rank failed, or PeerError: another rank did. Then nothing new is
@@ -532,54 +547,91 @@ def write(
         with group.phase(f"write {what}"):
             if group.rank:
                 staged = target.join(attempt)
-            measured: Mapping[str, Moments] = {}
-            if extras.measured is not None:
-                infos, numbers = save.layout.names.infos, save.layout.task.shards
-                names = [infos[number].fqn for number in numbers]
-                measured = moments_by_name(names, extras.measured.result())
-            part = write_part(
-                save.layout.file,
-                target,
-                staged,
-                memory,
-                list(save.objects.values()),
-                jobs,
-                extras.statistics,
-                extras.before,
-                measured,
-                progress,
-            )
-        parts = group.gather(part._replace(shares={}), f"write {what}")
-        fingerprints = group.xor(_fingerprints(save.layout, part.shares), f"write {what}")
+            mine = _write_files(target, staged, save, contents, jobs, progress)
+        parts = group.gather([part._replace(shares={}) for part in mine], f"write {what}")
+        fingerprints = group.xor(_fingerprints(save.layout, mine), f"write {what}")
         for name in ("write", "fsync"):
-            timing[name] = max((p.seconds.get(name, 0.0) for p in parts or [part]), default=0.0)
+            timing[name] = max(
+                sum(p.seconds.get(name, 0.0) for p in files) for files in parts or [mine]
+            )
         laps = Laps()
         with group.phase(f"commit {what}"):
             if group.rank == 0:
                 done = replace(save, extras=replace(extras, timing=timing))
                 manifest, notes = _commit(target, staged, done, parts, fingerprints, before_commit)
                 digest, not_finite = hex64(crc64nvme(manifest.render())), manifest.not_finite
-    notes = [*extras.notes, *notes]
+    files = [part for files in parts for part in files]
+    remarks = dict.fromkeys(part.remark for part in files if part.remark)
+    notes = [*extras.notes, *notes, *remarks]
     laps.lap("commit")
-    nbytes, seconds = sum(p.nbytes for p in parts), time.monotonic() - began
-    return SaveReport(
+    report = SaveReport(
         target.url,
-        part.nbytes,
-        nbytes,
-        seconds,
+        sum(p.nbytes for p in mine),
+        sum(p.nbytes for p in files),
+        time.monotonic() - began,
         notes,
         save.step,
         digest,
         not_finite=not_finite,
         timing=timing | laps.seconds,
+        linked_nbytes=sum(p.nbytes for p in files if p.linked),
     )
+    return report, mine
+
+
+def _write_files(
+    target: Destination,
+    staged: Attempt,
+    save: Save,
+    contents: Sequence[Sequence[memoryview] | Unchanged],
+    jobs: int,
+    progress: Progress | None,
+) -> list[RankFile]:
+    """Writes this rank's files, or takes them over from the step before."""
+    layout, extras = save.layout, save.extras
+    measured: Mapping[str, Moments] = {}
+    if extras.measured is not None:
+        written = [
+            n
+            for plan, given in zip(layout.files, contents, strict=True)
+            if not isinstance(given, Unchanged)
+            for n in plan.numbers
+        ]
+        names = [layout.names.infos[layout.task.shards[n]].fqn for n in written]
+        measured = moments_by_name(names, extras.measured.result())
+    parts: list[RankFile] = []
+    for plan, given in zip(layout.files, contents, strict=True):
+        unchanged = given if isinstance(given, Unchanged) else None
+        remark = ""
+        if unchanged is not None:
+            found = unchanged.take_over(target, staged, jobs)
+            if isinstance(found, RankFile):
+                parts.append(found)
+                continue
+            remark = found
+        part = write_part(
+            plan,
+            target,
+            staged,
+            unchanged.live() if unchanged is not None else cast("Sequence[memoryview]", given),
+            list(save.objects.values()) if not parts else (),
+            jobs,
+            extras.statistics,
+            extras.before,
+            measured,
+            progress,
+        )
+        if unchanged is not None:
+            unchanged.check(part)
+        parts.append(part._replace(remark=remark))
+    return parts
 
 
 def _commit(
     target: Destination,
     staged: Attempt,
     save: Save,
-    parts: Sequence[RankFile],
+    parts: Sequence[Sequence[RankFile]],
     fingerprints: Sequence[int],
     before_commit: Callable[[], None] | None,
 ) -> tuple[Manifest, list[str]]:
@@ -591,8 +643,8 @@ def _commit(
     assert head is not None
     saved = {
         fqn: (rank, item)
-        for rank, (names, part) in enumerate(zip(head.objects, parts, strict=True))
-        for fqn, item in zip(names, part.objects, strict=True)
+        for rank, (names, files) in enumerate(zip(head.objects, parts, strict=True))
+        for fqn, item in zip(names, files[0].objects, strict=True)
     }
     places = {
         fqn: ItemLocation(dcp.data_file_name(rank), item.start, item.nbytes)
@@ -602,7 +654,7 @@ def _commit(
         places, staged.attempt, lambda file: target.name(file, staged.attempt)
     )
     # last, because in a bucket their names are those of the result that is replaced
-    files = write_files(staged, extras.files)
+    small = write_files(staged, extras.files)
     if before_commit is not None:
         before_commit()
     tensors = _seal(head, fingerprints, parts)
@@ -612,27 +664,33 @@ def _commit(
         manifest,
         source={"only": extras.only} if extras.only else manifest.source,
         step=save.step,
-        files={**manifest.files, **files},
+        files={**manifest.files, **small},
         metrics={n: v if math.isfinite(v) else None for n, v in extras.metrics.items()},
         timing={name: round(seconds, 4) for name, seconds in extras.timing.items()},
     )
     return manifest, commit(staged, manifest, index)
 
 
-def _fingerprints(layout: SaveLayout, shares: Mapping[str, int]) -> list[int]:
+def _fingerprints(layout: SaveLayout, parts: Sequence[RankFile]) -> list[int]:
     """Returns this rank's share of every tensor's fingerprint."""
     values = [0] * layout.task.num_tensors
-    for number, tensor in zip(layout.task.shards, layout.task.numbers, strict=True):
-        values[tensor] = shares[layout.names.infos[number].fqn]
+    numbers = {
+        layout.names.infos[number].fqn: tensor
+        for number, tensor in zip(layout.task.shards, layout.task.numbers, strict=True)
+    }
+    for part in parts:
+        for fqn, share in part.shares.items():
+            values[numbers[fqn]] ^= share
     return values
 
 
 def _seal(
-    head: MetadataHead, fingerprints: Sequence[int], parts: Sequence[RankFile]
+    head: MetadataHead, fingerprints: Sequence[int], parts: Sequence[Sequence[RankFile]]
 ) -> dict[str, SealedTensor]:
     moments: dict[str, Moments] = {}
-    for part in parts:
-        add_moments(moments, part.moments.items())
+    for files in parts:
+        for part in files:
+            add_moments(moments, part.moments.items())
     entries = {
         fqn: TensorEntry(fqn, BY_NAME[o.dtype], o.shape, ChunkList()) for fqn, o in head.tensors
     }

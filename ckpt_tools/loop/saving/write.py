@@ -1,4 +1,6 @@
-"""Writes a rank's shards into one `.distcp` file, and commits the files of all ranks on one rank.
+"""Writes a rank's shards into its `.distcp` files, and commits the files of all ranks on one rank.
+
+A rank has one file, and a second one for the shards of frozen parameters.
 
 Imports nothing of torch.
 """
@@ -35,14 +37,18 @@ from ckpt_tools.storage import LocalStore, MemoryStore, write_file
 
 
 class FilePlan(NamedTuple):
-    """The plan of a rank's file. It stays valid while the rank's shards stay the same.
+    """The plan of a file of a rank. It stays valid while the rank's shards stay the same.
 
-    `places` has the position of each shard's archive. Objects come after the shards.
+    Attributes:
+        target, batches: the file, and the copies into it. Objects come after the shards.
+        places: the position of each shard's archive.
+        numbers: its shards, among those that the rank writes.
     """
 
     target: Target
     batches: tuple[Batch, ...]
     places: tuple[ItemLocation, ...]
+    numbers: tuple[int, ...]
 
 
 class SavedObject(NamedTuple):
@@ -57,14 +63,20 @@ class RankFile(NamedTuple):
     """The description of a rank's written file.
 
     Attributes:
+        name: of the file, before it gets the id of an attempt.
         nbytes, crc64: of the file.
         ranges: (start, bytes, CRC-64, CRC-32) of the cells of long shards.
         objects: the place and the checksum of each object.
         shares: the rank's share of each tensor's fingerprint. The commit does not need it.
         moments: the statistics of the rank's part of each tensor; empty if they are not wanted.
         seconds: of writing, and of making the bytes durable.
+        identity: of the file, to link it.
+        linked: the step that had the file already; "" if it was written.
+        how: the file came from there: "linked", "cloned" or "copied".
+        remark: why it was written, although none of its shards is known to have changed.
     """
 
+    name: str
     nbytes: int
     crc64: int
     ranges: tuple[tuple[int, int, int, int], ...]
@@ -72,21 +84,39 @@ class RankFile(NamedTuple):
     shares: Mapping[str, int]
     moments: Mapping[str, Moments] = {}
     seconds: Mapping[str, float] = {}
+    identity: tuple[int, ...] = ()
+    linked: str = ""
+    how: str = ""
+    remark: str = ""
 
 
-NOTHING = RankFile(0, 0, (), (), {})
+def numbers_by_file(pieces: Sequence[ShardInfo]) -> list[tuple[int, ...]]:
+    """Returns the numbers of the shards in each file of a rank. The second file has frozen ones."""
+    frozen = tuple(n for n, piece in enumerate(pieces) if piece.is_frozen)
+    others = tuple(n for n, piece in enumerate(pieces) if not piece.is_frozen)
+    return [others, frozen] if frozen else [others]
 
 
-def plan_file(rank: int, pieces: Sequence[ShardInfo]) -> FilePlan:
-    """Plans a rank's file and the copies into it. In memory, shard number `i` is the file `i`."""
-    file, laid_out = dcp.lay_out_rank(rank, ((p.box, BY_NAME[p.dtype]) for p in pieces))
+def plan_files(rank: int, pieces: Sequence[ShardInfo]) -> tuple[FilePlan, ...]:
+    """Plans a rank's files, for the shards that it writes."""
+    return tuple(
+        _plan_file(rank, number, numbers, [pieces[n] for n in numbers])
+        for number, numbers in enumerate(numbers_by_file(pieces))
+    )
+
+
+def _plan_file(
+    rank: int, number: int, numbers: tuple[int, ...], pieces: Sequence[ShardInfo]
+) -> FilePlan:
+    """Plans a file and the copies into it. In memory, shard number `i` is the file `i`."""
+    file, laid_out = dcp.lay_out_rank(rank, ((p.box, BY_NAME[p.dtype]) for p in pieces), number)
     slots: dict[str, list[Slot]] = {}
     chunks: dict[str, list[Chunk]] = {}
-    for number, (piece, (slot, _)) in enumerate(zip(pieces, laid_out, strict=True)):
+    for position, (piece, (slot, _)) in enumerate(zip(pieces, laid_out, strict=True)):
         dtype = BY_NAME[piece.dtype]
         slots.setdefault(piece.fqn, []).append(slot)
         chunks.setdefault(piece.fqn, []).append(
-            Chunk(piece.box, Extent(str(number), 0, piece.box.numel * dtype.itemsize))
+            Chunk(piece.box, Extent(str(position), 0, piece.box.numel * dtype.itemsize))
         )
     entries = {
         p.fqn: TensorEntry(p.fqn, BY_NAME[p.dtype], p.shape, ChunkList(chunks[p.fqn]))
@@ -102,7 +132,7 @@ def plan_file(rank: int, pieces: Sequence[ShardInfo]) -> FilePlan:
     batches = schedule(
         plan_transfer(Catalog("memory", entries), target), {}, *tile_bytes(DEFAULT_MEMORY_BYTES, 2)
     )
-    return FilePlan(target, tuple(batches), tuple(location for _, location in laid_out))
+    return FilePlan(target, tuple(batches), tuple(location for _, location in laid_out), numbers)
 
 
 def write_part(
@@ -117,7 +147,7 @@ def write_part(
     measured: Mapping[str, Moments] | None = None,
     progress: Progress | None = None,
 ) -> RankFile:
-    """Writes a rank's file and makes it durable.
+    """Writes a file of a rank and makes it durable.
 
     Args:
         plan: from `plan_file`.
@@ -143,7 +173,7 @@ def write_part(
         literals.append(Literal(name, place.start, data))
     nbytes = file.nbytes
     if not nbytes:
-        return NOTHING
+        return RankFile(name, 0, 0, (), (), {})
     target.check_room(nbytes + ROOM_BYTES)
     whole_file = replace(plan.target, file_sizes={name: nbytes}, literals=tuple(literals))
     sink = WriteSink(
@@ -173,7 +203,15 @@ def write_part(
     shares = {fqn: sink.fingerprints.share_of(fqn) for fqn in plan.target.slots}
     ranges = tuple(sink.ranges_of(name))
     return RankFile(
-        nbytes, checksums[name], ranges, tuple(places), shares, sink.moments, laps.seconds
+        name,
+        nbytes,
+        checksums[name],
+        ranges,
+        tuple(places),
+        shares,
+        sink.moments,
+        laps.seconds,
+        staged.identity(target.name(name, staged.attempt)),
     )
 
 
@@ -188,26 +226,28 @@ def describe(
     target: Destination,
     staged: Attempt,
     index: bytes,
-    parts: Sequence[RankFile],
+    parts: Sequence[Sequence[RankFile]],
     tensors: Mapping[str, SealedTensor],
     objects: Mapping[str, SavedObject],
 ) -> Manifest:
-    """Returns the manifest of a checkpoint from every rank's file.
+    """Returns the manifest of a checkpoint from every rank's files.
 
     Args:
         target: the checkpoint to be.
         staged: the attempt. Its files are complete, except for manifest and index.
         index: the contents of `.metadata`.
-        parts: the file of every rank.
+        parts: the files of every rank.
         tensors: the sealed tensors, with known fingerprints.
         objects: the objects of all ranks, by name.
     """
-    files: dict[str, SealedFile] = {}
-    for rank, part in enumerate(parts):
-        name = target.name(dcp.data_file_name(rank), staged.attempt)
-        if not part.nbytes:
-            continue
-        files[name] = seal_file(part.nbytes, part.crc64, part.ranges)
+    files = {
+        target.name(part.name, staged.attempt): seal_file(
+            part.nbytes, part.crc64, part.ranges
+        )._replace(linked=part.linked)
+        for mine in parts
+        for part in mine
+        if part.nbytes
+    }
     return Manifest.now(
         staged.attempt,
         "save",

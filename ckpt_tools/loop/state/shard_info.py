@@ -24,7 +24,8 @@ class ReplicaKind(StrEnum):
 class ShardInfo(NamedTuple):
     """The description of a shard: FQN, type, global shape, box.
 
-    `alias` is the FQN of the tensor whose memory it shares, "" for none.
+    `alias` is the FQN of the tensor whose memory it shares, "" for none. `is_frozen` tells that its
+    values are expected to stay: it goes into a file of its own, which the next save links.
     """
 
     fqn: str
@@ -32,6 +33,7 @@ class ShardInfo(NamedTuple):
     shape: tuple[int, ...]
     box: Box
     alias: str = ""
+    is_frozen: bool = False
 
 
 def shard_infos(

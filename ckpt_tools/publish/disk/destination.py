@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from ckpt_tools.core.plan import Literal
 from ckpt_tools.errors import PlanError, StorageError, printable
@@ -32,8 +33,10 @@ from ckpt_tools.storage import (
 from ckpt_tools.storage.local import PinnedStore, failed
 from ckpt_tools.storage.retries import appeared
 
-if TYPE_CHECKING:
-    pass
+
+def _identity(path: Path) -> tuple[int, ...]:
+    found = os.lstat(path)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def foreign_files(target: Path) -> list[str]:
@@ -214,6 +217,26 @@ class LocalAttempt(Attempt):
             return None
         source = cast("LocalStore", origin)
         return DiskClones(self.writable, source) if can_clone(source, self.writable) else None
+
+    def identity(self, name: str) -> tuple[int, ...]:
+        return _identity(self.writable.root / name)
+
+    def take_over(
+        self, origin: Store, file: str, name: str, nbytes: int, identity: tuple[int, ...]
+    ) -> str:
+        if not isinstance(origin, LocalStore):
+            return super().take_over(origin, file, name, nbytes, identity)
+        path, own = origin.root / file, self.writable.directory
+        try:
+            if _identity(path) != identity:
+                raise StorageError(f"a file has changed: {printable(str(path))}")
+            os.link(path, name, dst_dir_fd=own, follow_symlinks=False)
+        except OSError as error:
+            if error.errno == errno.ENOENT or (clones := self.copy_target(origin)) is None:
+                raise failed("link", path, error) from error
+            clones.copy_file(name, file, nbytes)
+            return "cloned"
+        return "linked"
 
     def sync(self) -> None:
         for folder in self.writable.folders():
