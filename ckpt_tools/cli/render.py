@@ -487,7 +487,18 @@ def show_steps(
     names = [printable(name) + " s" * (of is _timing_of) for of, name in columns]
     head = ("name", "bytes", "saved", "ranks", "finite", *names, "state")
     table(head, rows, right=(1, 3, *range(5, 5 + len(names))))
+    _show_stored(steps)
     _show_metrics(complete)
+
+
+def _show_stored(steps: Sequence[Step]) -> None:
+    """Prints the bytes that steps take on the disk, if they share some."""
+    from ckpt_tools.run.shared_files import stored_nbytes
+
+    total, stored = sum(step.nbytes for step in steps), stored_nbytes(steps)
+    if stored < total:
+        text = f"{format_size(stored)} on the disk for {format_size(total)}"
+        print(f"{text}: steps share the files of frozen parameters")
 
 
 def show_pruned(result: Pruned, leftovers: Sequence[Leftover], is_dry_run: bool) -> None:
@@ -507,8 +518,12 @@ def show_pruned(result: Pruned, leftovers: Sequence[Leftover], is_dry_run: bool)
         print(f"not counted, since it cannot be read: {printable(path)}: {error}", file=sys.stderr)
     _show_leftovers(leftovers, verb)
     if result.removed:
-        nbytes = format_size(sum(step.nbytes for step in result.removed))
-        print(f"{verb} {count(len(result.removed), 'step')}, {nbytes}")
+        total = sum(step.nbytes for step in result.removed)
+        shared = f"; {format_size(result.freed_nbytes)} of them free, other steps share the rest"
+        print(
+            f"{verb} {count(len(result.removed), 'step')}, {format_size(total)}"
+            + shared * (result.freed_nbytes < total)
+        )
     if not (result.removed or result.failed or leftovers):
         print("nothing to remove")
 
@@ -534,6 +549,7 @@ def pruned_as_json(
     }
     return {
         "steps": [step_as_json(s) for s in result.removed],
+        "freed_nbytes": result.freed_nbytes,
         **reasons,
         "leftovers": [left.url for left in leftovers if not left.problem],
         "is_dry_run": is_dry_run,
@@ -641,6 +657,7 @@ def show_bytes(root: str, found: Sequence[StepBytes], price: float | None) -> No
         table(("name", "bytes", *names, "note"), rows, right=range(1, 6))
     else:
         table(("name", "bytes", *names), [cells[:-1] for cells in rows], right=range(1, 6))
+    _show_stored([one.step for one in found])
     cost = f": {price_of(sums[-1], price)}" if price is not None else ""
     print(f"{format_size(sums[-1])} of {format_size(total)} can be removed{cost}")
     if any(one.why == THIN for one in found):

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Unpack
@@ -116,6 +116,29 @@ def copy(
         IntegrityError: the source's bytes differ from its manifest.
         CheckpointError: see the tree in `errors`. Transferred files are kept for the next attempt.
     """
+    return _copy(src, dst, to_storage_options, options)
+
+
+def copy_beside(
+    src: Path_, dst: Path_, beside: str, storage_options: Mapping[str, Any] | None
+) -> CopyResult:
+    """Copies a step as `copy` does. The store itself copies files that `beside` has already.
+
+    Args:
+        src, dst, storage_options: as for `copy`.
+        beside: a copy of another step of the run; "" for none. A file that a save has linked from
+            one step to the next is in both.
+    """
+    return _copy(src, dst, None, {"storage_options": storage_options}, beside)
+
+
+def _copy(
+    src: Path_,
+    dst: Path_,
+    to_storage_options: Mapping[str, Any] | None,
+    options: Options,
+    beside: str = "",
+) -> CopyResult:
     began = time.monotonic()
     if options.get("overwrite"):
         raise PlanError(
@@ -132,6 +155,7 @@ def copy(
         check_apart(source.path, target.url)
         _check_suffix(source, target.url)
         work = _CopyJob(source, target, options, group)
+        work.beside = open_destination(beside, to_options) if beside else None
         there = work.look_at() if target.exists() else DestinationState.NOTHING
     if there is DestinationState.ALIKE:
         there = DestinationState.SAME if work.is_same_there() else DestinationState.ANOTHER
@@ -163,9 +187,9 @@ def copy(
     moved = sum(work.missing.values())
     return replace(
         result,
-        kept_nbytes=sum(work.data.values()) - moved,
+        kept_nbytes=sum(work.data.values()) - moved - work.taken_nbytes,
         client_nbytes=0 if work.is_within else moved,
-        store_nbytes=moved if work.is_within else 0,
+        store_nbytes=(moved if work.is_within else 0) + work.taken_nbytes,
         notes=notes,
         seconds=time.monotonic() - began,
     )
@@ -241,6 +265,8 @@ class _CopyJob:
             self.crcs = dict(source.store.stored_crcs(files))
         self.missing = dict(self.data)
         self.is_within = False
+        self.beside: Destination | None = None
+        self.taken_nbytes = 0
 
     def _sealed(self) -> dict[str, SealedFile]:
         """Returns the sealed files, with the index."""
@@ -443,6 +469,8 @@ class _CopyJob:
                     )
             right = group.broadcast(right, "what is there")
             self.missing = {name: nbytes for name, nbytes in self.data.items() if name not in right}
+            if self.beside is not None:
+                self._take_over(staged, self.beside)
             within = self._copy_target(staged, notes)
             with group.phase("check the free space"):
                 self.target.check_room(0 if within else sum(self.missing.values()))
@@ -460,6 +488,21 @@ class _CopyJob:
                 claim.check()
             files = {self.name(name): nbytes for name, nbytes in self.data.items()}
             return notes + staged.publish(*self._last(attempt, crcs), files)
+
+    def _take_over(self, staged: Attempt, beside: Destination) -> None:
+        """Makes the store copy the files that a step beside this one has, too."""
+        store, _ = beside.existing_result()
+        try:
+            there = manifest_of(store)
+            for name, mine in self._sealed().items():
+                other = there.files.get(name) if there is not None else None
+                is_same = other is not None and other[:2] == mine[:2]  # bytes and checksum
+                if mine.linked and is_same and name in self.missing:
+                    with suppress(StorageError):  # then it is sent
+                        staged.take_over(store, name, name, mine.nbytes, ())
+                        self.taken_nbytes += self.missing.pop(name)
+        finally:
+            store.close()
 
     def _copy_target(self, staged: Attempt, notes: list[str]) -> CopyTarget | None:
         """Returns the target for copies that the store makes; None if all bytes pass here."""

@@ -12,6 +12,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
+from ckpt_tools.core.box import whole
 from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.core.naming import find_optimizers, is_other_state, key_path, shortest_names
 from ckpt_tools.core.selection import check_globs, keep, matcher, refuse_unread
@@ -32,6 +33,7 @@ from ckpt_tools.run.base import RunRoot, log_leftovers
 from ckpt_tools.run.reasons import reason_to_stay
 from ckpt_tools.run.retention import Retention, sound_steps
 from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.shared_files import shared_nbytes
 from ckpt_tools.run.step import Step, is_there, open_step
 from ckpt_tools.run.steps import list_steps, no_steps
 from ckpt_tools.storage import read
@@ -49,8 +51,8 @@ class ThinnedStep:
 
     Attributes:
         number, path: of the step.
-        before_nbytes, after_nbytes: bytes of its files, without the manifest; `after_nbytes` is an
-            estimate in a dry run.
+        before_nbytes, after_nbytes: bytes of its files, without the manifest and without what it
+            shared with other steps; `after_nbytes` is an estimate in a dry run.
         dropped: bytes by the name of what is gone; a key stands for all below it.
         stays: why its old files are still there; "" if they are gone. The next `thin` or `prune`,
             or the next job, removes them.
@@ -182,25 +184,26 @@ def thin_steps(
             chosen.remove(step)
     if drop and (names := _names(chosen)):
         check_globs(drop, names, "--drop")
-    alike: dict[object, ThinnedStep | None] = {}
+    alike: dict[object, ThinnedStep | str] = {}
     for step in chosen:
         key = _sizes_in(step) if dry_run and not reads else None
-        if key is not None and key in alike:
-            if (same := alike[key]) is not None:
-                result.thinned.append(replace(same, number=step.number, path=str(step.path)))
-            continue
         try:
-            source = open_step(step)
-            with closing(source.store):
-                found = _thin_one(step, source, drop, dtype, options, result.is_dry_run)
-            alike[key] = found
+            if key is not None and key in alike:
+                found = alike[key]
+            else:
+                source = open_step(step)
+                with closing(source.store):
+                    found = _thin_one(step, source, drop, dtype, options, result.is_dry_run)
+                alike[key] = found
         except CheckpointError as error:
             result.failed[str(step.path)] = str(error)
             if isinstance(error, IntegrityError):
                 result.damaged.append(str(step.path))
             continue
-        if found is not None:
-            result.thinned.append(found)
+        if isinstance(found, ThinnedStep):
+            result.thinned.append(replace(found, number=step.number, path=str(step.path)))
+        elif found:
+            result.kept[str(step.path)] = found
     return result
 
 
@@ -277,8 +280,8 @@ def _thin_one(
     dtype: Dtype | None,
     options: Reading,
     is_dry_run: bool,
-) -> ThinnedStep | None:
-    """Thins one step; returns None if there is nothing to remove."""
+) -> ThinnedStep | str:
+    """Thins one step; returns why it stays as it is, "" if there is nothing to remove."""
     catalog = _kept_part(source.catalog, drop)
     refuse_unread(catalog)
     if not catalog.tensors:
@@ -287,7 +290,7 @@ def _thin_one(
     is_kept = keeper((), catalog)
     casts = any(target_dtype(t, dtype, is_kept) is not t.dtype for t in catalog.tensors.values())
     if not gone and not casts:
-        return None
+        return ""
     world_size = source.catalog.world_size or 1
     targets = [
         TargetTensor(
@@ -298,6 +301,12 @@ def _thin_one(
         )
         for t in catalog.tensors.values()
     ]
+    assert step.manifest is not None
+    sealed = [*step.manifest.files.values(), *(step.manifest.index or ())[1:]]
+    before = sum(file.nbytes for file in sealed)
+    shared = shared_nbytes(step)
+    if shared and before - shared <= sum(whole(t.shape).numel * t.dtype.itemsize for t in targets):
+        return f"other steps share {shared:,} of its bytes, which a thinned one would write again"
     objects = {o.fqn: o.extent.nbytes for o in catalog.objects.values()}
     request = Request(targets, world_size, objects, catalog.paths, files=_small_files(step, source))
     how: Options = {**options, "overwrite": True, "dry_run": is_dry_run, "resume": False}
@@ -316,13 +325,11 @@ def _thin_one(
             prove=lambda _: _check_unchanged(step),
         )
     )
-    assert step.manifest is not None
-    sealed = [*step.manifest.files.values(), *(step.manifest.index or ())[1:]]
     stays = next((note for note in moved.notes if note.startswith(OLD_FILES_STAY)), "")
     return ThinnedStep(
         step.number,
         str(step.path),
-        sum(file.nbytes for file in sealed),  # that of the new manifest is not known here
+        before - shared,  # the size of the new manifest is not known here
         sum(moved.files.values()),
         gone,
         stays,
@@ -341,6 +348,7 @@ def _sizes_in(step: Step) -> object:
         tuple((name, t.dtype, t.shape, t.tied_to) for name, t in manifest.tensors.items()),
         tuple((name, o.nbytes) for name, o in manifest.objects.items()),
         tuple(file.nbytes for file in manifest.files.values()),
+        shared_nbytes(step),
     )
 
 

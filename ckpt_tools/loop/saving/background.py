@@ -122,7 +122,7 @@ class BackgroundWriter:
         self._read_back, self._logged = ReadBack(), set[str]()  # warnings on the store, logged once
         self._is_waited_for = threading.Event()
         self.on_failure: Callable[[], None] = _nothing
-        self.on_change: Callable[[Sequence[str]], None] = lambda names: None
+        self.on_change: Callable[[Sequence[str]], None] = _ignore
 
     @property
     def _is_first(self) -> bool:
@@ -458,6 +458,10 @@ class BackgroundWriter:
             wait_for(self._pool.submit(_nothing), f"old steps of {self.root.path} to be removed")
             self._pool.shutdown()
             self._pool = None
+
+
+def _ignore(names: Sequence[str]) -> None:
+    """Stands for a listener that is not there."""
 
 
 def _nothing() -> None:

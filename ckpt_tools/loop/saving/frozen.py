@@ -49,12 +49,13 @@ class _Memory(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Memory:
-        return cls(StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr(), tensor._version)
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        return cls(storage, tensor.data_ptr(), tensor._version)
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Tells whether a tensor lies there, and torch has not changed it since."""
         return (
-            not self.storage.expired()
+            not self.storage.expired()  # type: ignore[no-untyped-call]
             and tensor.data_ptr() == self.start
             and tensor._version == self.num_changes
         )

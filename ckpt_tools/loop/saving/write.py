@@ -243,7 +243,7 @@ def describe(
     files = {
         target.name(part.name, staged.attempt): seal_file(
             part.nbytes, part.crc64, part.ranges
-        )._replace(linked=part.linked)
+        )._replace(linked=part.linked if part.how != "copied" else "")
         for mine in parts
         for part in mine
         if part.nbytes

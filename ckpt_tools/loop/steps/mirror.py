@@ -16,7 +16,7 @@ from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.loop.steps import rollback
 from ckpt_tools.loop.steps.retention import remove_step, retain
 from ckpt_tools.loop.steps.waiting import wait_for_thread, with_hint
-from ckpt_tools.operations.copy import copy
+from ckpt_tools.operations.copy import copy_beside
 from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.step_names import STEP_PATTERNS, step_name
@@ -208,7 +208,10 @@ class MirrorWriter:
             and there.manifest.attempt != manifest.attempt
         ):
             self._set_aside(there, manifest.attempt)
-        result = copy(path, self.there.step_path(path.name), storage_options=self.there.options)
+        beside = str(self.there.step_path(self._newest[0])) if self._newest is not None else ""
+        result = copy_beside(
+            path, self.there.step_path(path.name), beside, storage_options=self.there.options
+        )
         log.info("mirrored %s in %.1f s", result.destination, result.seconds)
         self._newest = (path.name, manifest.attempt) if manifest is not None else None
         if notes:

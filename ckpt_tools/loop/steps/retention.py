@@ -21,6 +21,7 @@ from ckpt_tools.run.base import RunRoot
 from ckpt_tools.run.reasons import MAX_NAMES, files_to_keep, reason_to_stay
 from ckpt_tools.run.retention import Retention, has_metric, sound_steps
 from ckpt_tools.run.roots import open_root
+from ckpt_tools.run.shared_files import Links
 from ckpt_tools.run.step import Step, look, look_at, refuse_unreadable
 from ckpt_tools.run.steps import RunListing, list_steps, no_steps, runs_below
 from ckpt_tools.storage import is_url, local_path, open_store
@@ -39,6 +40,7 @@ class Pruned:
 
     Attributes:
         removed: steps, oldest first. Another process may have removed one of them.
+        freed: by the path of each, the bytes that this frees. A file that other steps link stays.
         policies: path of each step that a rule keeps, with the rules; and of each that no rule
             counts, with the reason.
         kept: path of each step that the rules would remove but that stays, with the reason.
@@ -50,11 +52,17 @@ class Pruned:
     """
 
     removed: list[Step] = field(default_factory=list)
+    freed: dict[str, int] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     policies: dict[str, str] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def freed_nbytes(self) -> int:
+        """Returns the bytes that are free now, or would be."""
+        return sum(self.freed.values())
 
 
 def removable(
@@ -169,6 +177,7 @@ def _remove_all(
     except StorageError as error:  # a link that nobody can see may lead to any of them
         result.failed.update({str(s.path): f"it may be linked: {error}" for s in steps})
         return
+    shared = Links()
     for step in steps:
         try:
             if reason := (
@@ -178,9 +187,11 @@ def _remove_all(
             ):
                 result.kept[str(step.path)] = reason
                 continue
+            freed = shared.freed_nbytes(step)
             if not dry_run:
                 remove_step(root, step)
             result.removed.append(step)
+            result.freed[str(step.path)] = freed
         except CheckpointError as error:
             result.failed[str(step.path)] = str(error)
 
