@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ckpt_tools.core.plan import Literal
 from ckpt_tools.engine.partition import Regions
-from ckpt_tools.errors import StorageError, printable
+from ckpt_tools.errors import StorageError
 from ckpt_tools.storage import Capabilities, Store, WritableStore, Writer
 from ckpt_tools.storage.object_info import ObjectInfo
 
@@ -173,12 +173,13 @@ class Attempt(ABC):
             How it was done: "linked", "cloned" or "copied".
 
         Raises:
-            StorageError: the store cannot do it, or the file has changed.
+            StorageError: the store cannot do it, or the file has changed. On a disk, the reason has
+                no path, so that it can be told once.
         """
         del identity
         target = self.copy_target(origin)
         if target is None:
-            raise StorageError(f"the store makes no copies itself ({printable(file)})")
+            raise StorageError("the store makes no copies itself")
         target.copy_file(name, file, nbytes)
         return "copied"
 

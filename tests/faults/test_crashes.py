@@ -4,6 +4,7 @@ whole, and the new for sure once it was said so.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -31,6 +32,15 @@ with CheckpointManager(sys.argv[1], keep_last=1) as checkpoints:
     newest = checkpoints.latest()
     step = newest.number if newest else 0
     checkpoints.save(step + 1, {"w": torch.arange(4000.0) + step, "b": torch.ones(3)}, asynchronous=False)
+"""
+LINK = """
+import sys, torch
+from torch import nn
+from ckpt_tools import CheckpointManager
+model = nn.Sequential(nn.Linear(520, 520).requires_grad_(False), nn.Linear(2, 2))
+with CheckpointManager(sys.argv[1], keep_last=None) as checkpoints:
+    for step in (1, 2, 3):
+        checkpoints.save(step, {"model": model, "step": step}, asynchronous=False)
 """
 
 
@@ -155,6 +165,25 @@ def test_a_run_has_a_newest_step_that_is_right(tmp_path: Path) -> None:
 
         crash(disk, STATES, 2, tmp_path / f"states{number}", check)
         assert len(seen) == 2
+
+
+@pytest.mark.slow
+def test_steps_that_link_a_file_are_right_after_a_power_cut(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    root = tmp_path / "disk" / "run"
+    disk = run(tmp_path, "-c", LINK, root)
+    assert os.lstat(root / "step-00000003" / "__0_1.distcp").st_nlink == 3
+    right, seen = {path.name: contents(path) for path in root.glob("step-*")}, set[str]()
+
+    def check(folder: Path, is_over: bool) -> None:
+        steps = list((folder / "run").glob("step-*"))
+        assert all(contents(path) == right[path.name] for path in steps), folder
+        newest = max((path.name for path in steps), default="")
+        assert newest == "step-00000003" or not is_over
+        seen.add(newest)
+
+    crash(disk, STATES // 2, 5, tmp_path / "states", check)
+    assert seen == {"", *right}
 
 
 def test_what_is_pruned_goes_and_the_newest_stays(tmp_path: Path) -> None:

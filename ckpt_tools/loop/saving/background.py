@@ -255,9 +255,10 @@ class BackgroundWriter:
                 log.warning("%s: %s", save.name, note)
         self._logged.update(report.notes)
         log.info(
-            "saved %s: %d bytes in %.2f s (%s)",
+            "saved %s: %d bytes%s in %.2f s (%s)",
             save.name,
             report.nbytes,
+            f", {report.linked_nbytes} of them linked" * bool(report.linked_nbytes),
             report.seconds,
             format_laps(report.timing),
         )

@@ -212,7 +212,8 @@ class MirrorWriter:
         result = copy_beside(
             path, self.there.step_path(path.name), beside, storage_options=self.there.options
         )
-        log.info("mirrored %s in %.1f s", result.destination, result.seconds)
+        own = f"; the store copied {result.store_nbytes} bytes itself" * bool(result.store_nbytes)
+        log.info("mirrored %s in %.1f s%s", result.destination, result.seconds, own)
         self._newest = (path.name, manifest.attempt) if manifest is not None else None
         if notes:
             rollback.complete(self.there)

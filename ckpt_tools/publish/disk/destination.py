@@ -229,11 +229,11 @@ class LocalAttempt(Attempt):
         path, own = origin.root / file, self.writable.directory
         try:
             if _identity(path) != identity:
-                raise StorageError(f"a file has changed: {printable(str(path))}")
+                raise StorageError("the file of the step before has changed")
             os.link(path, name, dst_dir_fd=own, follow_symlinks=False)
         except OSError as error:
             if error.errno == errno.ENOENT or (clones := self.copy_target(origin)) is None:
-                raise failed("link", path, error) from error
+                raise StorageError(f"cannot link: {os.strerror(error.errno or 0)}") from error
             clones.copy_file(name, file, nbytes)
             return "cloned"
         return "linked"

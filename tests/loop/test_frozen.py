@@ -1,0 +1,300 @@
+"""Frozen parameters are written once: later saves link their file, and every step stays whole."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt_tools
+from ckpt_tools import CheckpointError, CheckpointManager, Mirror, SaveReport, Writing
+from tests import jobs
+from tests.command import run_command
+from tests.conftest import torchrun
+from tests.jobs import QUICK_STRACE
+from tests.servers.buckets import names, until
+from tests.servers.servers import Server
+from tests.stock_jobs import stock_load
+
+FROZEN = "__0_1.distcp"
+
+
+class Job:
+    """A loop over an adapter on a frozen base of 1.4 MB, and what its saves reported."""
+
+    def __init__(self, root: Path | str, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 4))
+        self.base = self.model[0].requires_grad_(False).weight
+        self.optimizer = torch.optim.AdamW(self.model[1].parameters())
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        self.reports: list[SaveReport] = []
+        self.wanted: dict[int, dict[str, torch.Tensor]] = {}
+        self.checkpoints = CheckpointManager(
+            root, on_commit=self.reports.append, **{"keep_last": None} | options
+        )
+
+    def save(self, step: int, **options: Any) -> bool:
+        """Trains and saves a step; returns whether the save linked the frozen file."""
+        self.model(torch.randn(2, 600)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.wanted[step] = {n: t.clone() for n, t in self.model.state_dict().items()}
+        self.checkpoints.save(step, self.state, **options)
+        self.checkpoints.wait()
+        return self.reports[-1].linked_nbytes > 0
+
+    def check(self, root: Path, tmp_path: Path) -> None:
+        """Compares each step that is there with the values at its save, as stock torch reads it."""
+        for step, want in self.wanted.items():
+            path = root / f"step-{step:08d}"
+            if path.exists():
+                assert ckpt_tools.verify(path).problems == []
+                got = stock_load(path, tmp_path)["model"]
+                assert got.keys() == want.keys()
+                assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def sealed(path: Path) -> dict[str, Any]:
+    (manifest,) = path.glob("ckpt.manifest*")
+    return json.loads(manifest.read_text())["files"]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_next_save_links_what_did_not_change(asynchronous: bool, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    job = Job(root, asynchronous=asynchronous)
+    with job.checkpoints:
+        assert [job.save(step) for step in (1, 2, 3)] == [False, True, True]
+    paths = [root / f"step-{step:08d}" for step in (1, 2, 3)]
+    found = [os.lstat(path / FROZEN) for path in paths]
+    assert len({one.st_ino for one in found}) == 1 and found[0].st_nlink == 3
+    assert job.reports[1].linked_nbytes == found[0].st_size > 0.95 * job.reports[1].nbytes
+    linked = [{n: f["linked"] for n, f in sealed(p).items() if "linked" in f} for p in paths]
+    assert linked == [{}, {FROZEN: paths[0].name}, {FROZEN: paths[1].name}]
+    job.check(root, tmp_path)
+    shutil.rmtree(paths[0])  # each step is whole without the others
+    shutil.rmtree(paths[1])
+    job.check(root, tmp_path)
+    state = {"model": nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 4))}
+    ckpt_tools.load(paths[2], state, strict=False)
+    assert torch.equal(state["model"][0].weight, job.base)
+
+
+def test_several_ranks_link_and_others_resume(tmp_path: Path) -> None:
+    torchrun(3, "frozen.py", str(tmp_path), "save", "3")
+    assert {os.lstat(path).st_nlink for path in tmp_path.glob("run/*/__*_1.distcp")} == {3}
+    torchrun(1, "frozen.py", str(tmp_path), "resume", "2")
+    torchrun(2, "frozen.py", str(tmp_path), "resume", "2")
+    for step in range(1, 8):
+        path = tmp_path / "run" / f"step-{step:08d}"
+        assert ckpt_tools.verify(path).problems == []
+        got = stock_load(path, tmp_path)["model"]
+        want = torch.load(tmp_path / "values" / f"{step}.pt")
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_small_or_trained_or_unwanted_parameters_have_no_file_of_their_own(tmp_path: Path) -> None:
+    job = Job(tmp_path / "off", writing=Writing(incremental=False))
+    with job.checkpoints:
+        assert [job.save(1), job.save(2)] == [False, False]
+    small = nn.Linear(500, 500).requires_grad_(False)  # 1.002 MB, below 1 MiB
+    with CheckpointManager(tmp_path / "small") as checkpoints:
+        checkpoints.save(1, {"model": small})
+    with CheckpointManager(tmp_path / "trained") as checkpoints:
+        checkpoints.save(1, {"model": nn.Linear(600, 600)})
+    ckpt_tools.save(tmp_path / "single" / "step-1", {"model": job.model})
+    assert list(tmp_path.rglob(FROZEN)) == []
+    with pytest.raises(ValueError, match="incremental: expected 'auto' or False, got True"):
+        Writing(incremental=True)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_change_that_torch_counts_is_written(asynchronous: bool, tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", asynchronous=asynchronous)
+    with job.checkpoints:
+        assert [job.save(1), job.save(2)] == [False, True]
+        with torch.no_grad():
+            job.base.add_(1)
+        assert [job.save(3), job.save(4)] == [False, True]
+        job.base.data = job.base.data + 1  # other memory, so it counts as trained from here on
+        assert [job.save(5), job.save(6)] == [False, False]
+        assert sealed(tmp_path / "run" / "step-00000006").keys() == {"__0_0.distcp"}
+    job.check(tmp_path / "run", tmp_path)
+
+
+def test_an_average_that_changes_leaves_the_frozen_file_alone(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run")
+    average = nn.Linear(600, 600).requires_grad_(False)
+    job.state["average"] = average
+    with job.checkpoints:
+        found = []
+        for step in range(1, 6):
+            with torch.no_grad():
+                average.weight.mul_(0.9)
+            found.append(job.save(step))
+    assert found == [False, False, False, True, True]
+    job.check(tmp_path / "run", tmp_path)
+    newest = ckpt_tools.open(tmp_path / "run" / "step-00000005")
+    assert torch.equal(torch.as_tensor(newest["average.weight"][:]), average.weight)
+
+
+def test_a_change_that_torch_does_not_count_is_never_stored_as_unchanged(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run")
+    with job.checkpoints:
+        assert [job.save(1), job.save(2)] == [False, True]
+        job.base.data.add_(1)
+        with pytest.raises(CheckpointError, match="without torch's knowledge: 'model.0.weight'"):
+            job.save(3)
+        assert not (tmp_path / "run" / "step-00000003").exists()
+        job.wanted.pop(3)
+        assert [job.save(4), job.save(5)] == [False, False]
+        job.base.data.add_(1)
+        assert job.save(6) is False
+    job.check(tmp_path / "run", tmp_path)
+
+
+def test_a_blocking_save_just_writes_such_a_change(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", asynchronous=False)
+    with job.checkpoints:
+        assert [job.save(1), job.save(2)] == [False, True]
+        job.base.data.add_(1)
+        assert job.save(3) is False
+        assert any("'model.0.weight' has changed" in note for note in job.reports[-1].notes)
+    job.check(tmp_path / "run", tmp_path)
+
+
+@pytest.mark.parametrize("how", ["moved", "edited", "replaced by a link"])
+def test_without_the_file_of_the_step_before_the_save_writes(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, other = tmp_path / "run", tmp_path / "elsewhere"
+    job = Job(root)
+    with job.checkpoints:
+        job.save(1)
+        path = root / "step-00000001"
+        if how == "moved":
+            path.rename(other)
+        elif how == "edited":
+            data = bytearray((path / FROZEN).read_bytes())
+            data[5000] ^= 1
+            (path / FROZEN).write_bytes(data)
+        else:
+            (path / FROZEN).rename(other)
+            (path / FROZEN).symlink_to(other)
+        with caplog.at_level(logging.WARNING):
+            assert job.save(2) is False
+        assert caplog.text.count("frozen shards are written again: ") == 1
+        assert job.save(3) is True
+    job.wanted.pop(1)
+    job.check(root, tmp_path)
+
+
+SAVE = """
+import sys, torch
+from torch import nn
+from ckpt_tools import CheckpointManager
+model = nn.Sequential(nn.Linear(600, 600).requires_grad_(False), nn.Linear(600, 4))
+with CheckpointManager(sys.argv[1], on_commit=lambda r: print(r.linked_nbytes)) as checkpoints:
+    for step in range(1, 5):
+        checkpoints.save(step, {"model": model})
+        checkpoints.wait()
+"""
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+@pytest.mark.parametrize("error", ["EPERM", "EMLINK", "EXDEV", "EOPNOTSUPP"])
+def test_a_file_system_without_links_copies_and_says_so_once(error: str, tmp_path: Path) -> None:
+    strace = [*QUICK_STRACE, "-o", str(tmp_path / "trace"), "-e", "trace=linkat"]
+    strace += ["-e", f"inject=linkat:error={error}", sys.executable, "-c", SAVE]
+    done = subprocess.run(
+        [*strace, str(tmp_path / "run")],
+        env=os.environ | {"PYTHONPATH": str(jobs.ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "INJECTED" in (tmp_path / "trace").read_text()
+    assert done.stdout.split() == ["0"] * 4
+    assert done.stderr.count("frozen shards are written again: cannot link") == 1
+    for path in (tmp_path / "run").glob("step-*"):
+        assert ckpt_tools.verify(path).problems == []
+        assert os.lstat(path / FROZEN).st_nlink == 1
+
+
+def test_statistics_of_a_linked_file(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", statistics=True)
+    with job.checkpoints:
+        assert [job.save(1), job.save(2), job.save(3)] == [False, True, True]
+    found = [ckpt_tools.stats(tmp_path / "run" / f"step-{n:08d}") for n in (1, 3)]
+    rms = [one.tensors["model.0.weight"].rms for one in found]
+    assert rms[0] == rms[1] > 0
+    (manifest,) = (tmp_path / "run" / "step-00000003").glob("ckpt.manifest*")
+    tensors = json.loads(manifest.read_text())["tensors"]
+    assert tensors["model.0.weight"]["statistics"][-1] == 0  # the change
+    assert tensors["model.1.weight"]["statistics"][-1] > 0
+
+
+def test_a_run_counts_a_shared_file_once(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    job = Job(root)
+    with job.checkpoints:
+        for step in range(1, 5):
+            job.save(step)
+    data = sum(f.lstat().st_size for f in root.rglob("*") if f.is_file()) / 1e6
+    alone = os.lstat(root / "step-00000001" / FROZEN).st_size / 1e6
+    said = run_command("ls", str(root)).stdout
+    assert f"{data - 3 * alone:.2f} MB on the disk for {data:.2f} MB" in said
+    thinned = run_command("thin", str(root), "--keep-full", "1")
+    assert thinned.returncode == 0 and "freed 0 B in 0 steps" in thinned.stdout
+    assert "other steps share 1,4" in thinned.stdout
+    planned = json.loads(
+        run_command("prune", str(root), "--keep-last", "1", "--dry-run", "--json").stdout
+    )
+    before = shutil.disk_usage(root).used
+    pruned = json.loads(run_command("prune", str(root), "--keep-last", "1", "--json").stdout)
+    assert planned["freed_nbytes"] == pruned["freed_nbytes"] < 3 * (data - 4 * alone) * 1e6
+    assert shutil.disk_usage(root).used <= before
+    assert "on the disk for" not in run_command("ls", str(root)).stdout
+    job.check(root, tmp_path)
+
+
+def test_a_bucket_copies_the_file_itself(server: Server) -> None:
+    fs, where = server.bucket("frozen"), "s3://frozen/run"
+    job = Job(where, storage_options=server.options)
+    with job.checkpoints:
+        assert [job.save(step) for step in (1, 2, 3)] == [False, True, True]
+        name = next(n for n in names(fs, "frozen/run/step-00000003") if "__0_1" in n)
+        fs.rm(name)
+        assert job.save(4) is False  # its file is gone
+        assert job.save(5) is True
+    for step, want in job.wanted.items():
+        if step != 3:
+            path = f"{where}/step-{step:08d}"
+            assert ckpt_tools.verify(path, storage_options=server.options).problems == []
+            got = ckpt_tools.open(path, storage_options=server.options)["model.0.weight"][:]
+            assert torch.equal(torch.as_tensor(got), want["0.weight"])
+
+
+def test_a_mirror_does_not_send_the_file_again(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fs, where = server.bucket("frozen"), "s3://frozen/copies"
+    job = Job(tmp_path / "run", mirror=Mirror(where), storage_options=server.options)
+    with caplog.at_level(logging.INFO), job.checkpoints:
+        for step in (1, 2, 3):
+            job.save(step)
+            until(lambda n=step: names(fs, f"frozen/copies/step-{n:08d}/.metadata"))
+    assert caplog.text.count("; the store copied 14") == 2
+    for step in job.wanted:
+        path = f"{where}/step-{step:08d}"
+        assert ckpt_tools.verify(path, storage_options=server.options).problems == []
