@@ -64,7 +64,7 @@ from ckpt_tools.loop.saving.write import (
     SavedObject,
     commit,
     describe,
-    plan_files,
+    plan_rank_files,
     write_part,
 )
 from ckpt_tools.loop.state.archives import check_loadable, unpack
@@ -246,7 +246,7 @@ class StorageWriter(storage.StorageWriter):
         memory = self._stage.live(
             [v.detach() for v in values if isinstance(v, torch.Tensor)]
         ).wait()
-        (file,) = plan_files(order.rank, pieces)
+        (file,) = plan_rank_files(order.rank, pieces)
         part = write_part(
             file,
             target,

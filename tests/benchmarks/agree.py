@@ -30,7 +30,7 @@ from ckpt_tools.core.memory import no_gc
 from ckpt_tools.formats.dcp.metadata import ItemLocation
 from ckpt_tools.loop.saving.replicas import Proof, ReplicaProof
 from ckpt_tools.loop.saving.save import RankNames, SaveLayout, _fingerprints, _seal, assign
-from ckpt_tools.loop.saving.write import RankFile, ShardInfo, commit, describe, plan_files
+from ckpt_tools.loop.saving.write import RankFile, ShardInfo, commit, describe, plan_rank_files
 from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.storage import write_file
 
@@ -61,7 +61,7 @@ def ours(num_ranks: int, num_tensors: int) -> tuple[float, int, float, int]:
         gathered = [pickle.loads(s) for s in sent]
         tasks, head = assign([g[0] for g in gathered], [g[1] for g in gathered], paths)
     tasks_sent = [pickle.dumps(t, protocol=4) for t in tasks]
-    files = plan_files(0, [gathered[0][0][i] for i in tasks[0].shards])
+    files = plan_rank_files(0, [gathered[0][0][i] for i in tasks[0].shards])
     planned = time.perf_counter() - began
     names = RankNames(gathered[0][0], ("step",), ("step",), paths)
     layout = SaveLayout(

@@ -22,6 +22,7 @@ SCRIPTS = {
     "agree": "agree.py --ranks 2 --tensors 4",
     "alarms": "alarms.py DIR --runs 2",
     "around_a_save": "@around_a_save.py DIR --width 8 --layers 1 --batch 2 --runs 1",
+    "incremental": "incremental.py DIR --gb 0.002 --runs 1",
     "clones": "clones.py DIR --gb 0.001 --ranks 2 --runs 1",
     "copies": "@copies.py DIR --mib 24 --rounds 1",
     "flips": "flips.py DIR --flips 2",

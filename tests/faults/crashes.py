@@ -256,10 +256,9 @@ def _note(disk: Disk, call: str, text: str, result: int, at: dict[int, int]) -> 
         _note_rename(disk, paths[0], paths[1], "RENAME_EXCHANGE" in text)
     elif call in ("unlink", "unlinkat", "rmdir") and disk.find(paths[0]) >= 0:
         disk.name([paths[0]], [])
-    elif call.startswith("link") and disk.find(paths[0]) >= 0:
-        disk.name([], [(paths[1], disk.find(paths[0]))])
     elif call.startswith(("link", "symlink")) and any(disk.find(p.parent) >= 0 for p in paths):
-        raise AssertionError(f"such links are not looked at: {text}")
+        assert call.startswith("link") and disk.find(paths[0]) >= 0, f"not looked at: {text}"
+        disk.name([], [(paths[1], disk.find(paths[0]))])
 
 
 def _note_rename(disk: Disk, old: Path, new: Path, is_exchange: bool) -> None:

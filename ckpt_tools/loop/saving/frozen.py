@@ -5,10 +5,10 @@ their own, the *frozen file*. While none of them changes, a save makes this file
 a file of the new step. The bytes are neither copied to host memory nor written.
 
 Three things must hold for that. torch has counted no change of the shards since the file was
-written, and they lie where they lay. The file has not changed either. And the values are proved to
-be those of the file: by a checksum on the accelerator at each save, or by the CRC-64 of the host's
-memory in the background. The last one finds changes that torch does not count, such as those
-through `.data`.
+written, and they lie where they lay. The file has not changed either. And the values have the
+checksum of those in the file. This finds changes that torch does not count, such as those through
+`.data`. An accelerator computes it at each save. On the host, it is the CRC-64 of the live memory,
+computed in the background.
 
 Imports torch.
 """

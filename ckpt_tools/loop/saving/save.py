@@ -37,7 +37,7 @@ from ckpt_tools.loop.saving.write import (
     commit,
     describe,
     numbers_by_file,
-    plan_files,
+    plan_rank_files,
     write_files,
     write_part,
 )
@@ -280,7 +280,7 @@ def agree_layout(
                 _kinds(gathered),
             )
     task = group.scatter(tasks, "agree on the layout")
-    files = plan_files(group.rank, [names.infos[i] for i in task.shards])
+    files = plan_rank_files(group.rank, [names.infos[i] for i in task.shards])
     return SaveLayout(names, task, files, head, ReplicaProof(task.replicas, names.infos, proof))
 
 

@@ -97,7 +97,7 @@ def numbers_by_file(pieces: Sequence[ShardInfo]) -> list[tuple[int, ...]]:
     return [others, frozen] if frozen else [others]
 
 
-def plan_files(rank: int, pieces: Sequence[ShardInfo]) -> tuple[FilePlan, ...]:
+def plan_rank_files(rank: int, pieces: Sequence[ShardInfo]) -> tuple[FilePlan, ...]:
     """Plans a rank's files, for the shards that it writes."""
     return tuple(
         _plan_file(rank, number, numbers, [pieces[n] for n in numbers])

@@ -224,9 +224,9 @@ class LocalAttempt(Attempt):
     def take_over(
         self, origin: Store, file: str, name: str, nbytes: int, identity: tuple[int, ...]
     ) -> str:
-        if not isinstance(origin, LocalStore):
+        if not origin.capabilities.has_descriptors:
             return super().take_over(origin, file, name, nbytes, identity)
-        path, own = origin.root / file, self.writable.directory
+        path, own = cast("LocalStore", origin).root / file, self.writable.directory
         try:
             if _identity(path) != identity:
                 raise StorageError("the file of the step before has changed")
