@@ -51,6 +51,7 @@ from ckpt_tools.loop.preemption import Preemption
 from ckpt_tools.loop.save_times import SaveTimes
 from ckpt_tools.loop.saving.background import BackgroundWriter, PendingSave
 from ckpt_tools.loop.saving.collect import Collector, SaveRequest
+from ckpt_tools.loop.saving.frozen import FrozenShards
 from ckpt_tools.loop.saving.hooks import Hooks, OnCommit, OnError
 from ckpt_tools.loop.saving.huggingface_copies import HuggingFace, HuggingFaceWriter
 from ckpt_tools.loop.saving.limits import WriteLimits
@@ -182,7 +183,11 @@ class CheckpointManager:
         self._stage, self._pid, self._process_group = Stager(), os.getpid(), process_group
         self._timeout_s, self._collector = (
             timeout_s,
-            Collector(self._group, Proof.of(writing.replicas), writing.incremental == "auto"),
+            Collector(
+                self._group,
+                Proof.of(writing.replicas),
+                FrozenShards(self._jobs) if writing.incremental == "auto" else None,
+            ),
         )
         there = None
         if options.mirror is not None:
@@ -204,7 +209,6 @@ class CheckpointManager:
         )
         self._save_times = SaveTimes(self._root, save_every, save_every_s)
         self._writer.on_failure = self._save_times.failed
-        self._writer.on_change = self._collector.frozen.add_uncounted
         try:
             self._claim(there, options.mirror.every if options.mirror is not None else None)
             self._late = LateStaging() if writing.overlap_copy else None
@@ -371,7 +375,7 @@ class CheckpointManager:
     ) -> PendingSave:
         """Returns what this rank writes, copied to host memory."""
         collected = self._collector.collect(request, laps)
-        unchanged = self._writer.unchanged(collected, is_held=not is_background)
+        unchanged = self._writer.unchanged(collected)
         files = collected.layout.files[:1] if unchanged else collected.layout.files
         tensors = [collected.tensors[n] for file in files for n in file.numbers]
         measured = measure_on_device(tensors) if collected.extras.statistics else None
@@ -387,7 +391,7 @@ class CheckpointManager:
             Save(step, collected.layout, collected.objects, overwrite, extras),
             staged,
             unchanged,
-            collected.frozen,
+            collected.digests,
             time.monotonic() - began if is_background else 0.0,
         )
 

@@ -152,13 +152,13 @@ class Attempt(ABC):
         del origin
         return None
 
-    def identity(self, name: str) -> tuple[int, ...]:
-        """Returns numbers that stay while nobody changes a written file; () if it is unknown."""
+    def identity(self, name: str) -> tuple[int | str, ...]:
+        """Returns what stays while nobody changes a written file; () if it is unknown."""
         del name
         return ()
 
     def take_over(
-        self, origin: Store, file: str, name: str, nbytes: int, identity: tuple[int, ...]
+        self, origin: Store, file: str, name: str, nbytes: int, identity: tuple[int | str, ...]
     ) -> str:
         """Makes a file of another checkpoint a file of this one. Its bytes do not pass here.
 
@@ -176,10 +176,12 @@ class Attempt(ABC):
             StorageError: the store cannot do it, or the file has changed. On a disk, the reason has
                 no path, so that it can be told once.
         """
-        del identity
         target = self.copy_target(origin)
         if target is None:
             raise StorageError("the store makes no copies itself")
+        origin.list_files()  # with their versions
+        if identity and identity != (origin.version(file),):
+            raise StorageError("the file of the step before has changed, or is gone")
         target.copy_file(name, file, nbytes)
         return "copied"
 

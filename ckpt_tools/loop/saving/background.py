@@ -17,12 +17,7 @@ from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.formats.base import new_attempt
 from ckpt_tools.loop.saving.collect import Collected
-from ckpt_tools.loop.saving.frozen import (
-    FrozenFile,
-    FrozenNote,
-    FrozenShardsChangedError,
-    Unchanged,
-)
+from ckpt_tools.loop.saving.frozen import MAX_PLACES, FrozenFile, Place, Unchanged
 from ckpt_tools.loop.saving.hooks import Hooks
 from ckpt_tools.loop.saving.huggingface_copies import HuggingFaceWriter
 from ckpt_tools.loop.saving.limits import WriteLimits
@@ -55,7 +50,7 @@ class PendingSave:
         save: this rank's part of it.
         staged: this rank's shards in host memory, without those of `unchanged`.
         unchanged: the frozen shards, if the step before has them.
-        frozen: where the frozen shards are.
+        digests: a checksum of each frozen shard.
         stall_s: seconds for which `save` has held the loop; 0 for a blocking save.
     """
 
@@ -65,7 +60,7 @@ class PendingSave:
     save: Save
     staged: StagedTensors
     unchanged: Unchanged | None
-    frozen: FrozenNote
+    digests: tuple[int, ...]
     stall_s: float
 
 
@@ -77,7 +72,6 @@ class BackgroundWriter:
         last_save: the report of the last save.
         protected: numbers of steps that retention does not remove.
         on_failure: called when a save has failed, in the thread that writes.
-        on_change: called with the tensors of frozen shards that changed unnoticed.
         frozen: the file of frozen shards of the last save that had one.
     """
 
@@ -122,7 +116,6 @@ class BackgroundWriter:
         self._read_back, self._logged = ReadBack(), set[str]()  # warnings on the store, logged once
         self._is_waited_for = threading.Event()
         self.on_failure: Callable[[], None] = _nothing
-        self.on_change: Callable[[Sequence[str]], None] = _ignore
 
     @property
     def _is_first(self) -> bool:
@@ -227,8 +220,6 @@ class BackgroundWriter:
                 report = self._try(save, group, attempts, limits or WriteLimits(self.jobs))
                 break
             except BaseException as error:
-                if isinstance(error, FrozenShardsChangedError):
-                    self.on_change(error.names)
                 if not outage.tries_again(group, error, save.name):
                     self.on_failure()
                     if group.rank == 0:
@@ -308,33 +299,24 @@ class BackgroundWriter:
             group, target, save, contents, attempts[-1], limits.jobs, self._check_lock, progress
         )
         if len(parts) > 1:
+            places = unchanged.known.places if unchanged and parts[1].how == "linked" else ()
+            newest = Place(what, target, attempts[-1])
             self.frozen = FrozenFile(
-                save.layout.frozen,
-                pending.frozen.generation,
-                what,
-                target,
-                attempts[-1],
-                unchanged.known.crcs if unchanged else pending.frozen.crcs(memory[first:]),
-                parts[1],
+                save.layout.frozen, pending.digests, (newest, *places)[:MAX_PLACES], parts[1]
             )
         return report
 
-    def unchanged(self, collected: Collected, is_held: bool) -> Unchanged | None:
-        """Returns the frozen shards of a save, if the step before has them; else None.
-
-        Args:
-            collected: of this rank.
-            is_held: nothing changes the state until the save is complete.
-        """
+    def unchanged(self, collected: Collected) -> Unchanged | None:
+        """Returns the frozen shards of a save, if the step before has them; else None."""
         known, layout = self.frozen, collected.layout
         if (
             known is None
-            or known.generation != collected.frozen.generation
+            or known.digests != collected.digests
             or known.shards != layout.frozen
             or (collected.extras.statistics and not known.part.moments)
         ):
             return None
-        return Unchanged(known, [collected.tensors[n] for n in layout.files[1].numbers], is_held)
+        return Unchanged(known, [collected.tensors[n] for n in layout.files[1].numbers])
 
     def _make_room(self, target: Destination, name: str, attempt: str) -> None:
         """Sets a damaged step aside if it holds files that must not be removed with it."""
@@ -459,10 +441,6 @@ class BackgroundWriter:
             wait_for(self._pool.submit(_nothing), f"old steps of {self.root.path} to be removed")
             self._pool.shutdown()
             self._pool = None
-
-
-def _ignore(names: Sequence[str]) -> None:
-    """Stands for a listener that is not there."""
 
 
 def _nothing() -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_tools.core.laps import Laps
-from ckpt_tools.loop.saving.frozen import FrozenNote, FrozenShards
+from ckpt_tools.loop.saving.frozen import FrozenShards
 from ckpt_tools.loop.saving.replicas import Proof
 from ckpt_tools.loop.saving.save import RankNames, SaveExtras, SaveLayout, agree_layout, extras_of
 from ckpt_tools.loop.state.optimizers import StateOwners
@@ -59,7 +59,7 @@ class Collected(NamedTuple):
         objects: packed, by name.
         layout: as agreed by all ranks.
         owners: the modules, tensors and optimizers of the state.
-        frozen: where the frozen shards are that this rank writes.
+        digests: a checksum of each frozen shard that this rank writes, in order.
     """
 
     extras: SaveExtras
@@ -67,19 +67,19 @@ class Collected(NamedTuple):
     objects: Mapping[str, bytes]
     layout: SaveLayout
     owners: StateOwners
-    frozen: FrozenNote
+    digests: tuple[int, ...]
 
 
 class Collector:
     """Collects the states of one loop, and remembers what stays the same."""
 
-    def __init__(self, group: GlooGroup, proof: Proof, links_frozen: bool = False) -> None:
+    def __init__(self, group: GlooGroup, proof: Proof, frozen: FrozenShards | None = None) -> None:
         """Stores the group of all ranks, and how often their replicas are compared.
 
-        With `links_frozen`, the shards of frozen parameters go into a file of their own.
+        With `frozen`, the shards of frozen parameters go into a file of their own.
         """
         self._group, self._proof, self._cache = group, proof, StateCache()
-        self.frozen, self._links_frozen = FrozenShards(), links_frozen
+        self._frozen = frozen
         self._layout: SaveLayout | None = None
 
     def collect(self, request: SaveRequest, laps: Laps) -> Collected:
@@ -92,8 +92,8 @@ class Collector:
         with self._group.phase(f"collect the state for {request.what}") as votes:
             extras = self._extras(request)
             exported, found = self._export(request)
-            if self._links_frozen and not request.only:
-                marked = self.frozen.mark(found.infos, found.tensors, exported.owners)
+            if self._frozen is not None and not request.only:
+                marked = self._frozen.mark(found.infos, found.tensors, exported.owners)
                 found = found._replace(infos=marked)
             if not request.names_differ:
                 objects, paths = pack_objects(exported, rank)
@@ -120,12 +120,9 @@ class Collector:
         extras = replace(extras, notes=notes)
         laps.lap("compare")
         tensors = [found.tensors[number] for number in self._layout.task.shards]
-        files = self._layout.files
-        numbers = files[1].numbers if len(files) > 1 else ()
-        frozen = FrozenNote(
-            self.frozen.generation, tuple(tensors[n].device.type == "cpu" for n in numbers)
-        )
-        return Collected(extras, tensors, objects, self._layout, exported.owners, frozen)
+        known = self._frozen.digests if self._frozen is not None else {}
+        found_digests = tuple(known[info.fqn] for info in self._layout.frozen)
+        return Collected(extras, tensors, objects, self._layout, exported.owners, found_digests)
 
     def _export(self, request: SaveRequest) -> tuple[ExportedState, RankShards]:
         if request.only:

@@ -25,7 +25,7 @@ from ckpt_tools.core.memory import no_gc
 from ckpt_tools.core.quantized import find_quantized
 from ckpt_tools.engine.execute import Progress
 from ckpt_tools.engine.statistics import Moments, add_moments
-from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.errors import CheckpointError, PlanError, printable
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, Template, TensorMeta
 from ckpt_tools.formats.registry import is_ours
@@ -604,7 +604,7 @@ def _write_files(
         unchanged = given if isinstance(given, Unchanged) else None
         remark = ""
         if unchanged is not None:
-            found = unchanged.take_over(target, staged, jobs)
+            found = unchanged.take_over(target, staged)
             if isinstance(found, RankFile):
                 parts.append(found)
                 continue
@@ -613,7 +613,7 @@ def _write_files(
             plan,
             target,
             staged,
-            unchanged.live() if unchanged is not None else cast("Sequence[memoryview]", given),
+            unchanged.live(jobs) if unchanged is not None else cast("Sequence[memoryview]", given),
             list(save.objects.values()) if not parts else (),
             jobs,
             extras.statistics,
@@ -621,8 +621,8 @@ def _write_files(
             measured,
             progress,
         )
-        if unchanged is not None:
-            unchanged.check(part)
+        if unchanged is not None and part.crc64 != unchanged.known.part.crc64:
+            raise CheckpointError("frozen parameters changed while they were written")
         parts.append(part._replace(remark=remark))
     return parts
 

@@ -43,12 +43,14 @@ class FilePlan(NamedTuple):
         target, batches: the file, and the copies into it. Objects come after the shards.
         places: the position of each shard's archive.
         numbers: its shards, among those that the rank writes.
+        is_frozen: they are those of frozen parameters.
     """
 
     target: Target
     batches: tuple[Batch, ...]
     places: tuple[ItemLocation, ...]
     numbers: tuple[int, ...]
+    is_frozen: bool = False
 
 
 class SavedObject(NamedTuple):
@@ -84,7 +86,7 @@ class RankFile(NamedTuple):
     shares: Mapping[str, int]
     moments: Mapping[str, Moments] = {}
     seconds: Mapping[str, float] = {}
-    identity: tuple[int, ...] = ()
+    identity: tuple[int | str, ...] = ()
     linked: str = ""
     how: str = ""
     remark: str = ""
@@ -132,7 +134,8 @@ def _plan_file(
     batches = schedule(
         plan_transfer(Catalog("memory", entries), target), {}, *tile_bytes(DEFAULT_MEMORY_BYTES, 2)
     )
-    return FilePlan(target, tuple(batches), tuple(location for _, location in laid_out), numbers)
+    places = tuple(location for _, location in laid_out)
+    return FilePlan(target, tuple(batches), places, numbers, is_frozen=number > 0)
 
 
 def write_part(
@@ -211,7 +214,7 @@ def write_part(
         shares,
         sink.moments,
         laps.seconds,
-        staged.identity(target.name(name, staged.attempt)),
+        staged.identity(target.name(name, staged.attempt)) if plan.is_frozen else (),
     )
 
 

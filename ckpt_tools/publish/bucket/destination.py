@@ -381,6 +381,11 @@ class RemoteAttempt(Attempt):
     def share(self, regions: Regions) -> SharedStore:
         return SharedUploads(self, regions)
 
+    def identity(self, name: str) -> tuple[int | str, ...]:
+        store = self.store.fresh()
+        store.list_files()
+        return (store.version(name),)
+
     def copy_target(self, origin: Store) -> CopyTarget | None:
         source = self.store.copy_source(origin)
         return BucketCopies(self, source) if source is not None else None

@@ -218,11 +218,11 @@ class LocalAttempt(Attempt):
         source = cast("LocalStore", origin)
         return DiskClones(self.writable, source) if can_clone(source, self.writable) else None
 
-    def identity(self, name: str) -> tuple[int, ...]:
+    def identity(self, name: str) -> tuple[int | str, ...]:
         return _identity(self.writable.root / name)
 
     def take_over(
-        self, origin: Store, file: str, name: str, nbytes: int, identity: tuple[int, ...]
+        self, origin: Store, file: str, name: str, nbytes: int, identity: tuple[int | str, ...]
     ) -> str:
         if not origin.capabilities.has_descriptors:
             return super().take_over(origin, file, name, nbytes, identity)
