@@ -140,6 +140,7 @@ class TensorEntry:
         chunks: in any order, with replicas.
         stored: its name in the checkpoint, if that differs from `fqn`.
         quantized: the quantized weight that it is a part of.
+        is_scaled: its codes become numbers on the way, so they can be cast.
     """
 
     fqn: str
@@ -148,6 +149,7 @@ class TensorEntry:
     chunks: Chunks
     stored: str = field(default="", compare=False)
     quantized: QuantizedWeight | None = field(default=None, compare=False)
+    is_scaled: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.chunks, Chunks):  # a format of somebody else gives a plain tuple

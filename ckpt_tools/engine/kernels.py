@@ -117,9 +117,39 @@ def cast(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
     return overflowed
 
 
+@functools.cache
+def _singles_of(name: str) -> npt.NDArray[np.float32]:
+    """Returns the value of each code of an 8-bit type, as float32.
+
+    Sources: OCP 8-bit Floating Point Specification 1.0 (e4m3fn, e5m2), OCP Microscaling Formats 1.0
+    (e8m0), and for `fnuz`, which have no infinity and no negative zero, LLVM's APFloat.
+    """
+    codes = np.arange(256)
+    if name == "float8_e8m0fnu":
+        return np.where(codes == 255, np.nan, 2.0 ** (codes - 127.0)).astype(np.float32)
+    is_fnuz, bits = name.endswith("fnuz"), 3 if "e4m3" in name else 2
+    magnitudes = codes & 127
+    exponents, fractions = magnitudes >> bits, (magnitudes & ((1 << bits) - 1)) / (1 << bits)
+    bias = (1 << (6 - bits)) - 1 + is_fnuz
+    normal = 2.0 ** (exponents - bias) * (1 + fractions)
+    values = np.where(exponents == 0, 2.0 ** (1 - bias) * fractions, normal)
+    if is_fnuz:
+        values[128] = np.nan
+    elif bits == 3:
+        values[magnitudes == 127] = np.nan
+    else:
+        values[magnitudes == 124] = np.inf
+        values[magnitudes > 124] = np.nan
+    return np.where(codes > 127, -values, values).astype(np.float32)
+
+
 def _cast_block(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
     values: npt.NDArray[Any]
-    if src.name == "bfloat16":  # numpy has no bfloat16: it is the upper half of a float32
+    if src.name.startswith("float8"):
+        values = _singles_of(src.name)[data]
+    elif src.name == "int8":
+        values = data.view(np.int8)
+    elif src.name == "bfloat16":  # numpy has no bfloat16: it is the upper half of a float32
         values = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     else:
         values = data.view(_FLOATS[src.name])

@@ -37,6 +37,7 @@ from ckpt_tools.formats.registry import (
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert import lora as adapters
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
+from ckpt_tools.operations.dequantize import dequantize
 from ckpt_tools.operations.side_files import left_beside
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.destinations import open_destination
@@ -72,7 +73,8 @@ def merge(
         select: globs; only tensors whose name, before or after stripping, matches one are taken.
         exclude: globs; tensors whose name, before or after stripping, matches one are left out.
         dtype: `bf16`, `fp16`, `fp32`, `fp64`, or torch's names of these types. Only tensors of
-            these four types are cast. If None, nothing is cast.
+            these four types are cast, and codes of fp8 and int8, which are multiplied by their
+            scales. If None, nothing is cast.
         keep_dtype: globs of tensors that keep their type.
         max_shard_bytes: upper bound of a shard's payload. A larger tensor gets its own shard.
         keep_prefix: keep the model's key and wrappers' prefixes in the names.
@@ -108,6 +110,10 @@ def merge(
         )
     check_kept(keep_dtype, dtype, list(catalog.tensors))
     is_kept = keeper(keep_dtype, catalog)
+    numbers = None
+    if dtype is not None:
+        numbers = dequantize(catalog.tensors, source, is_kept)
+        catalog = replace(catalog, tensors=numbers.tensors)
     targets = [whole_tensor(t, target_dtype(t, dtype, is_kept)) for t in catalog.tensors.values()]
     request = shards(targets, max_shard_bytes, target.url.rpartition("/")[2])
     alter, notes = (
@@ -116,6 +122,7 @@ def merge(
         else (None, [])
     )
     notes += [
+        *(numbers.notes if numbers is not None else ()),
         *uncast(catalog.tensors.values(), dtype),
         *unknown_values(source.catalog, only_model=True),
         *left_beside(source.catalog),
@@ -133,7 +140,7 @@ def merge(
             options,
             left_out=left_out(source.catalog, catalog),
             stripped=stripped,
-            alter=alter or {},
+            alter={**(numbers.by_name(catalog) if numbers is not None else {}), **(alter or {})},
             changes=(
                 adapters.version(lora, options.get("storage_options")) if lora is not None else ""
             ),
@@ -294,7 +301,7 @@ def target_dtype(entry: TensorEntry, dtype: Dtype | None, is_kept: Callable[[str
     Raises:
         PlanError: tensors cannot be cast to this type.
     """
-    is_number = entry.dtype.is_castable and entry.quantized is None
+    is_number = entry.is_scaled or (entry.dtype.is_castable and entry.quantized is None)
     if dtype is None or not is_number or is_kept(entry.fqn):
         return entry.dtype
     return dtype_by_name(dtype)
@@ -321,7 +328,7 @@ def uncast(entries: Iterable[TensorEntry], dtype: Dtype | None) -> list[str]:
     These are types that are not cast, and the parts of quantized weights.
     """
     entries = list(entries) if dtype else []
-    parts = [e for e in entries if e.quantized is not None]
+    parts = [e for e in entries if e.quantized is not None and not e.is_scaled]
     left = [
         e
         for e in entries

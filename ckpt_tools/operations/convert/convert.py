@@ -14,6 +14,8 @@ from typing import Any, Unpack, cast
 from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.core.coverage import check as check_catalog
 from ckpt_tools.core.naming import key_path, model_only, strip_wrappers, stripped_from, stripper
+from ckpt_tools.core.quantized import weights_in
+from ckpt_tools.core.selection import matcher
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import torch_save
 from ckpt_tools.formats.per_rank import files as per_rank
@@ -34,6 +36,7 @@ from ckpt_tools.operations.convert.param_order import ModelOrder, read_order
 from ckpt_tools.operations.convert.take_apart import check_used, take_apart
 from ckpt_tools.operations.convert.targets import TARGETS
 from ckpt_tools.operations.convert.training_state import TrainingState, in_order, refuse_unnamed
+from ckpt_tools.operations.dequantize import dequantize
 from ckpt_tools.operations.merge_reshard import (
     not_taken,
     unknown_values,
@@ -96,6 +99,12 @@ def convert_source(
     taken = _taken_apart(source, to, how, bool(is_model), is_unordered)
     parts = _renamed(taken, source, how)
     parts.tensors = {fqn: t for fqn, t in parts.tensors.items() if not fqn.startswith(_COPIES)}
+    numbers = None
+    if how.get("dtype") is not None:
+        numbers = dequantize(parts.model, source, matcher(how.get("keep_dtype", ())))
+        parts.model = numbers.tensors
+        parts.is_dequantized = bool(numbers.alter) and not weights_in(parts.model.values())
+        parts.notes += numbers.notes
     if not parts.model and not parts.optimizers and not parts.tensors:
         what = f"no tensors are left of {len(source.catalog.tensors)} ({printable(source.path)})"
         raise PlanError(what, hint=f"ckpt inspect {source.path}")
@@ -120,6 +129,7 @@ def convert_source(
             request,
             options,
             left_out=_dropped(source.catalog, catalog, layout.parts),
+            alter=numbers.by_name(catalog) if numbers is not None else {},
             changes=changes,
             prove=prove,
             about=about,

@@ -163,7 +163,7 @@ def head_counts(base: str | os.PathLike[str]) -> dict[str, int]:
 
 
 def base_files(
-    base: str | os.PathLike[str], dtypes: Sequence[str], notes: list[str]
+    base: str | os.PathLike[str], dtypes: Sequence[str], notes: list[str], drops_quantization: bool
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Returns a model's config, and the bytes of all files of its directory except the weights.
 
@@ -174,11 +174,14 @@ def base_files(
         base: the directory.
         dtypes: element types of the tensors to write. The most frequent one goes into the config.
         notes: receives a note on folders that do not go along.
+        drops_quantization: the weights were quantized, and are not any more. The config loses what
+            it says of that.
 
     Raises:
         PlanError: it is not a directory with a config.json.
     """
     folder, config = Path(base), read_config(base)
+    others = _without_quantization(config) if drops_quantization else ()
     floats = [d for d in dtypes if d in ("float32", "float16", "bfloat16", "float64")]
     if floats:
         config["dtype" if "dtype" in config else "torch_dtype"] = max(set(floats), key=floats.count)
@@ -191,7 +194,7 @@ def base_files(
     for name in _names_beside(folder, notes):
         is_top = "/" not in name
         is_other = name in _OF_TRAINERS or note_of(name) is not None or name.endswith(_WEIGHTS)
-        if name == "config.json" or name.startswith(".") or (is_top and is_other):
+        if name == "config.json" or name.startswith(".") or (is_top and is_other) or name in others:
             continue
         try:
             left = _MAX_TOTAL_BYTES - sum(map(len, files.values()))
@@ -202,6 +205,14 @@ def base_files(
                 hint="move it away, or put the file itself in its place",
             ) from error
     return config, files
+
+
+def _without_quantization(config: dict[str, Any]) -> Iterable[str]:
+    """Removes from a config how weights are quantized; returns the files that say it, too."""
+    text = config.get("text_config")
+    for table in (config, text if isinstance(text, dict) else {}):
+        table.pop("quantization_config", None)
+    return _OTHER_CONFIGS
 
 
 def _names_beside(folder: Path, notes: list[str]) -> list[str]:

@@ -42,7 +42,6 @@ from ckpt_tools.operations.convert.huggingface import (
     base_files,
     check_quantization,
     find_base,
-    read_config,
     untie,
 )
 from ckpt_tools.operations.convert.lora import adapter_of, refuse_adapters
@@ -176,11 +175,12 @@ class TargetLayout:
                 base,
                 [self._dtype(t).name for t in catalog.tensors.values()],
                 self.parts.notes,
+                self.parts.is_dequantized,
             )
             if base is not None
             else ({}, {})
         )
-        if base is not None:
+        if base is not None and not self.parts.is_dequantized:
             check_quantization(base, config, catalog.tensors.values())
         catalog = untie(self.source, catalog, config, self.parts.notes)
         if base is not None:
@@ -328,18 +328,19 @@ class TargetLayout:
             for t in self._targets(catalog)
         ]
         base = self.how.get("base")
-        config = (
+        config, beside = (
             base_files(
                 base,
                 [t.dtype.name for t in targets if t.fqn in self._model_names],
                 self.parts.notes,
-            )[1]
+                self.parts.is_dequantized,
+            )
             if base is not None
-            else {}
+            else ({}, {})
         )
-        if base is not None:
-            check_quantization(base, read_config(base), self.parts.model.values())
-        files = {f"huggingface/{name}": data for name, data in config.items()}
+        if base is not None and not self.parts.is_dequantized:
+            check_quantization(base, config, self.parts.model.values())
+        files = {f"huggingface/{name}": data for name, data in beside.items()}
         files |= {
             "fsdp_config.json": (
                 json.dumps({"FSDP_version": 2, "world_size": self.ranks}, indent=4).encode()

@@ -59,6 +59,7 @@ class TrainingState:
     `places` has the keys below the prefix of model entries that stood in separate dicts or lists.
     `untouched` names optimizers whose state is not one value per parameter and key, such as
     LBFGS's: they stay in the rest. `used` has the stored names of tensors that were cut or joined.
+    `is_dequantized` tells that all quantized weights of the model have become numbers.
     """
 
     prefix: tuple[str, ...]
@@ -71,6 +72,7 @@ class TrainingState:
     places: dict[str, Path] = field(default_factory=dict)
     untouched: list[str] = field(default_factory=list)
     used: frozenset[str] = frozenset()
+    is_dequantized: bool = False
 
     def renamed(self, new_name: Callable[[str], str]) -> TrainingState:
         """Returns the state with renamed parameters, in the model and in the optimizers.

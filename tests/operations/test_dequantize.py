@@ -1,0 +1,268 @@
+"""`--dtype` turns codes of fp8 and int8 into numbers: against torch, and against the formula."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+
+import ckpt_tools
+from ckpt_tools import IntegrityError
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.engine.kernels import Bytes, cast
+from tests.command import run_command
+from tests.operations.llamas import base, llama
+
+F8, E5, E8, I8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.int8
+BLOCK = 128
+
+
+def expanded(scales: torch.Tensor, shape: tuple[int, ...], block: int = BLOCK) -> torch.Tensor:
+    """Returns a scale for each element, by the formula of blocks."""
+    pairs = zip(shape, scales.shape, strict=True)
+    index = [torch.arange(n) // (n if g == 1 else 1 if g == n else block) for n, g in pairs]
+    return scales.float()[torch.meshgrid(*index, indexing="ij")]
+
+
+def codes_of(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Returns codes of every kind, without NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator) * 3
+    return (values * 20).to(dtype) if dtype is I8 else values.to(dtype)
+
+
+def merged(tensors: dict[str, torch.Tensor], folder: Path, **options: Any) -> Any:
+    save_file(tensors, folder / "model.safetensors")
+    options = {"dtype": "fp32"} | options
+    done = ckpt_tools.merge(
+        folder / "model.safetensors", folder / "out.safetensors", overwrite=True, **options
+    )
+    return load_file(folder / "out.safetensors"), done.notes
+
+
+@pytest.mark.parametrize(
+    "name", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
+)
+def test_every_code_has_the_value_that_torch_gives_it(name: str) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    want = codes.view(getattr(torch, name)).float()
+    got = torch.empty(256)
+    into: Bytes = got.view(torch.uint8).numpy()
+    cast(codes.numpy(), BY_NAME[name], into, BY_NAME["float32"])
+    assert torch.equal(got.isnan(), want.isnan())
+    is_number = ~want.isnan()
+    assert torch.equal(got[is_number].view(torch.int32), want[is_number].view(torch.int32))
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (130, 260), (1, 700), (513, 129), (384, 1)])
+def test_blocks_are_what_torch_reads(shape: tuple[int, int], tmp_path: Path) -> None:
+    counts = [-(-n // BLOCK) for n in shape]
+    tensors = {
+        "model.x.weight": codes_of(F8, *shape),
+        "model.x.weight_scale_inv": torch.rand(counts) + 0.1,
+        "model.norm.weight": torch.randn(5),
+    }
+    got, notes = merged(tensors, tmp_path)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    want = {"model.x.weight": torch.empty(shape), "model.norm.weight": torch.empty(5)}
+    reader = QuantizedHuggingFaceStorageReader(
+        path=str(tmp_path), target_dtype=torch.float32, block_size=BLOCK, thread_count=1
+    )
+    (tmp_path / "out.safetensors").rename(tmp_path / "out")
+    dcp.load(want, storage_reader=reader, no_dist=True)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert any(note.startswith("dequantized: 1 fp8 with scales of blocks") for note in notes)
+
+
+def test_the_worked_examples(tmp_path: Path) -> None:
+    rows, columns = torch.arange(130)[:, None], torch.arange(260)
+    codes = (((260 * rows + columns) % 7) - 3).float().to(F8)
+    scales = torch.tensor([[0.5, 0.25, 2.0], [1.0, 4.0, 0.0625]])
+    got, _ = merged({"a.weight": codes, "a.weight_scale_inv": scales}, tmp_path)
+    assert got["a.weight"][0, 0] == -1.5 and got["a.weight"][129, 257] == -0.125
+    codes = torch.tensor([[1.0, -2.0], [0.5, 448.0]]).to(F8)
+    got, _ = merged({"a.weight": codes, "a.weight_scale": torch.tensor([0.25])}, tmp_path)
+    assert got["a.weight"].tolist() == [[0.25, -0.5], [0.125, 112.0]]
+
+
+KINDS: dict[str, tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]] = {}
+
+
+def add_kind(
+    name: str, codes: torch.Tensor, scales: torch.Tensor, part: str = "_scale", block: int = BLOCK
+) -> None:
+    shape = scales.reshape(*scales.shape, *(1,) * (codes.dim() - scales.dim()))
+    if scales.numel() == 1:
+        shape = scales.reshape((1,) * codes.dim())
+    KINDS[name] = (codes, {part: scales}, codes.float() * expanded(shape, codes.shape, block))
+
+
+add_kind("one scale", codes_of(F8, 40, 300), torch.tensor(0.3))
+add_kind("rows", codes_of(F8, 40, 300), torch.rand(40, 1) + 0.1)
+add_kind("rows, flat", codes_of(F8, 40, 300), torch.rand(40) + 0.1)
+add_kind("rows in bf16", codes_of(F8, 40, 300), (torch.rand(40, 1) + 0.1).bfloat16())
+add_kind("e5m2", codes_of(E5, 40, 300), torch.rand(40, 1) + 0.1)
+add_kind("int8", codes_of(I8, 40, 300), torch.rand(40, 1) + 0.1)
+add_kind("experts", codes_of(F8, 3, 200, 300), torch.rand(3, 2, 3) + 0.1, "_scale_inv")
+add_kind("powers of two", codes_of(F8, 200, 300), (torch.rand(2, 3) + 0.1).to(E8), "_scale_inv")
+add_kind("blocks of 64", codes_of(F8, 130, 320), torch.rand(3, 5) + 0.1, "_scale_inv", 64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_each_kind_in_each_layout(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    codes, scales, want = KINDS[kind]
+    tensors = {"a.weight": codes} | {f"a.weight{part}": value for part, value in scales.items()}
+    got, _ = merged(tensors, tmp_path, dtype=str(dtype))
+    assert got.keys() == {"a.weight"} and got["a.weight"].dtype is dtype
+    assert torch.equal(got["a.weight"], want.to(dtype))
+    source = tmp_path / "model.safetensors"
+    for to, name in (("dcp", "d"), ("torch", "t.pt"), ("safetensors", "s.safetensors")):
+        ranks = {"ranks": 3} if to == "dcp" else {}
+        ckpt_tools.convert(source, tmp_path / name, to=to, dtype=str(dtype), **ranks)
+        with ckpt_tools.open(tmp_path / name) as found:
+            assert list(found.names()) == ["a.weight"]
+            assert torch.equal(torch.as_tensor(found["a.weight"][...]), want.to(dtype))
+
+
+@given(
+    rows=st.integers(1, 300),
+    columns=st.integers(1, 300),
+    block=st.sampled_from([32, 64, 128]),
+    ranks=st.integers(1, 5),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_shape_on_any_number_of_ranks(
+    rows: int, columns: int, block: int, ranks: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("shapes")
+    counts = -(-rows // block), -(-columns // block)
+    codes, scales = codes_of(F8, rows, columns), torch.rand(counts) + 0.1
+    tensors = {"a.weight": codes, "a.weight_scale_inv": scales}
+    (folder / "model").mkdir()
+    save_file(tensors, folder / "model" / "model.safetensors")
+    config = {"quantization_config": {"weight_block_size": [block, block]}}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    ckpt_tools.convert(folder / "model", folder / "out", to="dcp", ranks=ranks, dtype="fp32")
+    with ckpt_tools.open(folder / "out") as found:
+        got = torch.as_tensor(found["a.weight"][...])
+    assert torch.equal(got, codes.float() * expanded(scales, (rows, columns), block))
+
+
+def test_shapes_that_do_not_tell_the_blocks_leave_the_codes(tmp_path: Path) -> None:
+    tensors = {"a.weight": codes_of(F8, 90, 300), "a.weight_scale_inv": torch.rand(4, 11)}
+    got, notes = merged(tensors, tmp_path)
+    assert got.keys() == tensors.keys() and got["a.weight"].dtype is F8
+    assert any("codes and scales belong together" in note for note in notes)
+
+
+@pytest.mark.parametrize("other", ["_zero_point", "_g_idx"])
+def test_weights_with_another_formula_stay_codes(other: str, tmp_path: Path) -> None:
+    tensors = {
+        "a.weight": codes_of(I8, 40, 30),
+        "a.weight_scale": torch.rand(40, 1),
+        f"a.weight{other}": torch.ones(40, 1, dtype=I8),
+    }
+    got, _ = merged(tensors, tmp_path)
+    assert got.keys() == tensors.keys() and got["a.weight"].dtype is I8
+
+
+def test_some_may_stay_codes_and_scales_of_inputs_go(tmp_path: Path) -> None:
+    tensors = {
+        "a.weight": codes_of(F8, 40, 30),
+        "a.weight_scale": torch.rand(40, 1),
+        "a.input_scale": torch.rand(1),
+        "b.weight": codes_of(F8, 40, 30),
+        "b.weight_scale": torch.rand(40, 1),
+        "k_scale": torch.rand(1),
+    }
+    got, notes = merged(tensors, tmp_path, keep_dtype=["b.*"])
+    assert got.keys() == {"a.weight", "b.weight", "b.weight_scale", "k_scale"}
+    assert got["b.weight"].dtype is F8 and got["b.weight_scale"].dtype is torch.float32
+    assert any("2 scales are left out, such as 'a." in note for note in notes)
+    got, _ = merged(tensors, tmp_path)
+    assert got.keys() == {"a.weight", "b.weight"}
+    save_file(tensors, tmp_path / "model.safetensors")
+    words = ("merge", str(tmp_path / "model.safetensors"), str(tmp_path / "m.safetensors"))
+    said = run_command(*words, "--dtype", "bf16")
+    assert said.returncode == 0 and "dequantized: 2 codes with scales, 8 bits" in said.stdout
+
+
+def test_scales_that_changed_since_they_were_sealed_are_refused(tmp_path: Path) -> None:
+    tensors = {"a.weight": codes_of(F8, 40, 30), "a.weight_scale": torch.rand(40, 1)}
+    torch.save(
+        {"a.weight": tensors["a.weight"], "a.weight_scale": tensors["a.weight_scale"]},
+        tmp_path / "m.pt",
+    )
+    ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "d", to="dcp", ranks=2)
+    (path, *_) = sorted((tmp_path / "d").glob("__0_*.distcp"))
+    data = path.read_bytes()
+    needle = tensors["a.weight_scale"][:20].numpy().tobytes()
+    assert data.count(needle) == 1
+    path.write_bytes(data.replace(needle, needle[:-1] + bytes([needle[-1] ^ 1])))
+    with pytest.raises(IntegrityError, match=r"scales are not what was sealed.*a\.weight_scale"):
+        ckpt_tools.merge(tmp_path / "d", tmp_path / "out.safetensors", dtype="bf16")
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_key_map_that_moves_rows_is_refused(tmp_path: Path) -> None:
+    shape = {"q": 32, "k": 16, "v": 16}
+    tensors: dict[str, torch.Tensor] = {}
+    for part, rows in shape.items():
+        name = f"model.layers.0.self_attn.{part}_proj.weight"
+        tensors |= {name: codes_of(F8, rows, 32), f"{name}_scale": torch.rand(rows, 1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ckpt_tools.PlanError):
+        ckpt_tools.convert(
+            tmp_path / "model.safetensors",
+            tmp_path / "out",
+            to="dcp",
+            key_map="llama_hf_to_titan",
+            settings={"heads": 4, "kv_heads": 2},
+            dtype="bf16",
+            partial=True,
+        )
+
+
+@pytest.mark.parametrize("where", ["config.json", "hf_quant_config.json"])
+def test_transformers_loads_the_result_and_its_config_is_a_plain_one(
+    where: str, tmp_path: Path
+) -> None:
+    model = llama()
+    folder = base(model, tmp_path / "model")
+    tensors: dict[str, torch.Tensor] = {}
+    want = {}
+    for name, value in model.state_dict().items():
+        if name.endswith("proj.weight"):
+            codes, scales = (value * 100).to(F8), torch.rand(1, 1) + 0.5
+            tensors |= {name: codes, f"{name}_scale_inv": scales}
+            want[name] = (codes.float() * scales).bfloat16()
+        else:
+            tensors[name] = value.bfloat16()
+            want[name] = value.bfloat16()
+    save_file(tensors, folder / "model.safetensors")
+    said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    if where == "config.json":
+        config = json.loads((folder / where).read_text()) | {"quantization_config": said}
+        (folder / where).write_text(json.dumps(config))
+    else:
+        (folder / where).write_text(json.dumps(said))
+    done = ckpt_tools.convert(
+        folder, tmp_path / "out", to="hf", base=folder, dtype="bf16", check=True
+    )
+    assert any("transformers loads it" in note for note in done.notes)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+    got = type(model).from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
