@@ -30,11 +30,18 @@ from ckpt_tools.errors import IntegrityError
 from ckpt_tools.ranks.base import MAX_RANKS
 
 Dtype = Annotated[
-    str | None, dtype_option("Cast floating-point tensors. Nothing is cast unless asked.")
+    str | None,
+    dtype_option(
+        "Cast floating-point tensors, and turn codes of fp8 and int8 into numbers. Nothing is cast"
+        " unless asked."
+    ),
 ]
 ModelDtype = Annotated[
     str | None,
-    dtype_option("Cast the model's floating-point tensors. Nothing is cast unless asked."),
+    dtype_option(
+        "Cast the model's floating-point tensors, and turn codes of fp8 and int8 into numbers."
+        " Nothing is cast unless asked."
+    ),
 ]
 
 

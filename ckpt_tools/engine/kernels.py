@@ -143,10 +143,26 @@ def _singles_of(name: str) -> npt.NDArray[np.float32]:
     return np.where(codes > 127, -values, values).astype(np.float32)
 
 
+@functools.cache
+def _pairs_of(name: str) -> npt.NDArray[np.uint64]:
+    """Returns the two values of each pair of codes: a look for two takes half the time."""
+    singles, codes = _singles_of(name), np.arange(1 << 16)
+    return np.stack([singles[codes & 255], singles[codes >> 8]], axis=1).view(np.uint64).ravel()
+
+
+def _from_float8(data: Bytes, name: str) -> npt.NDArray[np.float32]:
+    values = np.empty(len(data), np.float32)
+    even = len(data) // 2 * 2
+    pairs = data[:even].view(np.uint16)
+    np.take(_pairs_of(name), pairs, out=values[:even].view(np.uint64), mode="clip")
+    values[even:] = _singles_of(name)[data[even:]]
+    return values
+
+
 def _cast_block(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
     values: npt.NDArray[Any]
     if src.name.startswith("float8"):
-        values = _singles_of(src.name)[data]
+        values = _from_float8(data, src.name)
     elif src.name == "int8":
         values = data.view(np.int8)
     elif src.name == "bfloat16":  # numpy has no bfloat16: it is the upper half of a float32

@@ -17,7 +17,7 @@ from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.formats.base import new_attempt
 from ckpt_tools.loop.saving.collect import Collected
-from ckpt_tools.loop.saving.frozen import MAX_PLACES, FrozenFile, Place, Unchanged
+from ckpt_tools.loop.saving.frozen import MAX_SOURCES, FrozenFile, LinkSource, Unchanged
 from ckpt_tools.loop.saving.hooks import Hooks
 from ckpt_tools.loop.saving.huggingface_copies import HuggingFaceWriter
 from ckpt_tools.loop.saving.limits import WriteLimits
@@ -299,11 +299,9 @@ class BackgroundWriter:
             group, target, save, contents, attempts[-1], limits.jobs, self._check_lock, progress
         )
         if len(parts) > 1:
-            places = unchanged.known.places if unchanged and parts[1].how == "linked" else ()
-            newest = Place(what, target, attempts[-1])
-            self.frozen = FrozenFile(
-                save.layout.frozen, pending.digests, (newest, *places)[:MAX_PLACES], parts[1]
-            )
+            earlier = unchanged.known.sources if unchanged and parts[1].how == "linked" else ()
+            sources = (LinkSource(what, target, attempts[-1]), *earlier)[:MAX_SOURCES]
+            self.frozen = FrozenFile(save.layout.frozen, pending.digests, sources, parts[1])
         return report
 
     def unchanged(self, collected: Collected) -> Unchanged | None:

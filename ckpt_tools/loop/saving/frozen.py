@@ -36,7 +36,7 @@ from ckpt_tools.publish.base import Attempt, Destination
 
 LEAST_BYTES = 1 << 20  # of frozen shards on a rank: below, a file of their own does not pay
 _MAX_CHANGES = 2  # a parameter that changes more often is not frozen, such as an average
-MAX_PLACES = 8  # steps that are remembered as a source of the file
+MAX_SOURCES = 8  # steps that are remembered as a source of the file
 _PIECE_BYTES = 32 << 20  # of a shard, for one thread
 
 
@@ -133,7 +133,7 @@ def digests_of(tensors: Sequence[torch.Tensor], jobs: int) -> list[int]:
     return values
 
 
-class Place(NamedTuple):
+class LinkSource(NamedTuple):
     """A step that holds a frozen file: its name, its destination, and its attempt."""
 
     step: str
@@ -147,13 +147,13 @@ class FrozenFile(NamedTuple):
     Attributes:
         shards: that it holds, in order.
         digests: a checksum of each shard's values.
-        places: the steps that hold it, the newest one first.
+        sources: the steps that hold it, the newest one first.
         part: its description.
     """
 
     shards: tuple[ShardInfo, ...]
     digests: tuple[int, ...]
-    places: tuple[Place, ...]
+    sources: tuple[LinkSource, ...]
     part: RankFile
 
 
@@ -176,17 +176,17 @@ class Unchanged:
         """
         part, problem = self.known.part, ""
         name = target.name(part.name, staged.attempt)
-        for place in self.known.places:
-            file = place.target.name(part.name, place.attempt)
+        for source in self.known.sources:
+            file = source.target.name(part.name, source.attempt)
             try:
-                origin, _ = place.target.existing_result()
+                origin, _ = source.target.existing_result()
                 with closing(origin):
                     how = staged.take_over(origin, file, name, part.nbytes, part.identity)
             except StorageError as error:
                 problem = problem or f"frozen parameters are written again: {error}"
                 continue
             return part._replace(
-                linked=place.step,
+                linked=source.step,
                 how=how,
                 identity=staged.identity(name),
                 remark="",
