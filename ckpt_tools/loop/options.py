@@ -85,11 +85,11 @@ class Writing:
             optimizer state (DDP, HSDP, replicated tensors). A difference is an error. `"check"`
             compares all at every save. `"first-save"` compares all at the first save, and then a
             part at each save, in turn. `"trust"` compares nothing, and stores any of them.
+        names: of the steps: `step-{:08d}`, `step-{}`, `checkpoint-{}` or `global_step_{}`.
         incremental: `"auto"` writes the parameters that take no gradient once, into files of their
             own (from 1 MiB per rank). While they do not change, the next step links these files:
             they are neither copied to host memory nor written. Every step stays a complete
             checkpoint. False writes all of them at every save.
-        names: of the steps: `step-{:08d}`, `step-{}`, `checkpoint-{}` or `global_step_{}`.
     """
 
     jobs: int | None = None
@@ -98,8 +98,8 @@ class Writing:
     overlap_copy: bool = False
     when_busy: str = "wait"
     replicas: str = Proof.FIRST_SAVE
-    incremental: str | bool = "auto"
     names: str = STEP_PATTERNS[0]
+    incremental: str | bool = "auto"
 
     def __post_init__(self) -> None:
         """Refuses values out of range.

@@ -71,6 +71,8 @@ DICTS = (dict, collections.OrderedDict)  # those that are stored value by value
 
 def is_hollow(value: Any) -> bool:
     """Tells whether a dict holds nothing, or only such dicts: stock DCP stores none."""
+    if type(value) is collections.defaultdict:
+        return not value
     return (
         type(value) in DICTS
         and all(type(key) is str for key in value)
@@ -95,6 +97,7 @@ def with_kept(want: Any, mine: Any) -> Any:
 @example(saved={"1": {}}, now={"1": {"_": {}}}, data=None)
 @example(saved={"1": None}, now={"1": {"_": {}}}, data=None)
 @example(saved={"a": {"0": 1, "1": torch.ones(1)}}, now={"a": [2, 3]}, data=None)
+@example(saved={"1": {"_": None}}, now={"1": {"1": collections.defaultdict(list)}}, data=None)
 @example(saved={"1": [torch.ones(0), None]}, now={"1": {"1": [torch.ones(0)]}}, data=None)
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
