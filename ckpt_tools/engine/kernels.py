@@ -163,8 +163,6 @@ def _cast_block(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
     values: npt.NDArray[Any]
     if src.name.startswith("float8"):
         values = _from_float8(data, src.name)
-    elif src.name == "int8":
-        values = data.view(np.int8)
     elif src.name == "bfloat16":  # numpy has no bfloat16: it is the upper half of a float32
         values = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     else:

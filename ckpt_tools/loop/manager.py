@@ -379,7 +379,9 @@ class CheckpointManager:
         files = collected.layout.files[:1] if unchanged else collected.layout.files
         tensors = [collected.tensors[n] for file in files for n in file.numbers]
         measured = measure_on_device(tensors) if collected.extras.statistics else None
-        staged = self._stage_shards(tensors, collected.owners, is_background)
+        # a frozen parameter may be an optimizer's by now, and its checksum is that of now
+        num_late = len(files[0].numbers)
+        staged = self._stage_shards(tensors, collected.owners, is_background, num_late)
         if measured is not None:
             measured.hold_updates()
         laps.lap("copy")
@@ -408,9 +410,13 @@ class CheckpointManager:
             )
 
     def _stage_shards(
-        self, tensors: Sequence[torch.Tensor], owners: StateOwners, is_background: bool
+        self,
+        tensors: Sequence[torch.Tensor],
+        owners: StateOwners,
+        is_background: bool,
+        num_late: int,
     ) -> StagedTensors:
-        """Returns shards in host memory.
+        """Returns shards in host memory. Copies of the first `num_late` may still run.
 
         The writer raises what fails here. So every rank hears of it without a further exchange.
         """
@@ -419,7 +425,7 @@ class CheckpointManager:
                 return self._stage.live(tensors)
             if self._late is None:
                 return self._stage.copy(tensors)
-            late = self._late.find(owners, tensors)
+            late = self._late.find(owners, tensors[:num_late])
             staged = self._stage.copy(tensors, late)
             self._late.began(staged)
             return staged

@@ -22,7 +22,14 @@ from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.crc_watch import RecordCrcWatch
 from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, tile_bytes
-from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable, redacted
+from ckpt_tools.errors import (
+    CheckpointError,
+    IntegrityError,
+    PlanError,
+    StorageError,
+    printable,
+    redacted,
+)
 from ckpt_tools.formats.base import LOCK, MANIFEST, attempt_for, new_attempt, note_of
 from ckpt_tools.formats.registry import INDEXES, Source, open_source
 from ckpt_tools.operations.arguments import checked
@@ -493,7 +500,9 @@ class _CopyJob:
         """Makes the store copy the files that a step beside this one has, too."""
         store, _ = beside.existing_result()
         try:
-            there = manifest_of(store)
+            there = None
+            with suppress(CheckpointError):  # without it, all files are sent
+                there = manifest_of(store)
             for name, mine in self._sealed().items():
                 other = there.files.get(name) if there is not None else None
                 is_same = other is not None and other[:2] == mine[:2]  # bytes and checksum

@@ -1,16 +1,17 @@
-"""Turns quantized weights into numbers on the way: codes of fp8 or int8, times their scales.
+"""Turns quantized weights into numbers on the way: codes of fp8, times their scales.
 
 A tile of codes is cast to float32 and multiplied by the scales of its blocks, then rounded once to
 the wanted type. Scales are matrices that are 64 to 16,384 times smaller. They are read when the
 first tile needs them.
 
 Sources: DeepSeek-V3, `inference/kernel.py` (`weight_dequant`) and its config (`weight_block_size`);
-compressed-tensors 0.20, `float-quantized` and symmetric `int-quantized`.
+compressed-tensors 0.20, `float-quantized` (`block_structure`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -38,13 +39,19 @@ from ckpt_tools.storage import MemoryStore, read
 from ckpt_tools.storage.small_files import MAX_JSON_BYTES, parse_json
 
 _SCHEMES = ("fp8 with scales of blocks", "fp8 with a scale", "codes with scales")
-_CODES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "int8")
+_CODES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 _SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
-_OF_OTHERS = ("_zero_point", "_scale_2", "_g_idx", "_shape")  # such weights have other formulas
+# tensors of the same module with which a number is not just a code times a scale
+_OTHER_FACTORS = re.compile(
+    r".*(?:zero|offset|smooth|pre_quant|global_scale|scale_2|g_idx|shape).*"
+)
+# those of activations and of the cache, which numbers do not need
+_OF_OTHERS = re.compile(
+    r"(?:input|activation|output|[qkv]|kv|prob)_scale(?:_ub|_inv)?|scale_ub|scale_input"
+)
 _MAX_SCALES = 1 << 26  # of one weight, since they are held in memory
 _RECENT = 16  # weights whose scales are kept: more than there are threads
-_USUAL_BLOCK = 128
-_BLOCKS = (16, 32, 64, 256, 512)
+_DEEPSEEK_BLOCK, _DEEPSEEK = 128, "_scale_inv"  # the size where no config tells another one
 _SINGLE = BY_NAME["float32"]
 Singles = npt.NDArray[np.float32]
 
@@ -56,11 +63,13 @@ class Dequantized(NamedTuple):
         tensors: without the scales of the weights that become numbers.
         alter: what multiplies the codes, by their stored name.
         notes: for the report.
+        version: an opaque text that changes when the scales do; "" without any.
     """
 
     tensors: dict[str, TensorEntry]
     alter: Mapping[str, Alter]
     notes: list[str]
+    version: str = ""
 
     def by_name(self, catalog: Catalog) -> dict[str, Alter]:
         """Returns what multiplies the codes by their name in a catalog, which may differ."""
@@ -71,107 +80,134 @@ class Dequantized(NamedTuple):
 def dequantize(
     tensors: Mapping[str, TensorEntry], source: Source, is_kept: Callable[[str], bool]
 ) -> Dequantized:
-    """Returns tensors in which codes of fp8 and int8 are numbers that can be cast.
+    """Returns tensors in which codes of fp8 are numbers that can be cast.
 
-    Weights of other schemes stay as they are.
+    Weights of other schemes stay as they are, and so do weights whose blocks are not known for
+    sure.
 
     Args:
         tensors: of a model, under any names.
         source: the checkpoint.
         is_kept: tells which tensors stay codes.
     """
-    stored = source.catalog.tensors
+    stored, held = source.catalog.tensors, {t.stored_name for t in tensors.values()}
     kept = {t.stored_name for fqn, t in tensors.items() if is_kept(fqn)}
-    told: tuple[int, ...] | None = None
-    manifest: Manifest | None = None
-    recent = _Recent()
+    weights = [weight for weight in weights_in(tensors.values()) if weight.codes in held]
+    modules = _by_module(stored) if weights else {}
+    fitting = {w.codes: s for w in weights if (s := _scales_of(w, stored, modules)) is not None}
+    if not fitting:
+        return Dequantized(dict(tensors), {}, [])
+    told, manifest, recent = _told_blocks(source), checked_manifest(source), _Recent()
     alter: dict[str, Alter] = {}
     done: list[QuantizedWeight] = []
-    weights = weights_in(tensors.values())
     for weight in weights:
-        scales = _scales_of(weight, stored)
+        scales = fitting.get(weight.codes)
         if scales is None or kept & {*weight.parts}:
             continue
-        if not done:
-            told, manifest = _told_blocks(source), checked_manifest(source)
-        blocks = _blocks(stored[weight.codes].shape, scales.shape, told)
+        usual = _DEEPSEEK_BLOCK if scales.fqn.endswith(_DEEPSEEK) else 0
+        blocks = _blocks(stored[weight.codes].shape, scales.shape, told, usual)
         if blocks is not None:
             of_one = partial(_read, source, scales, manifest, len(stored[weight.codes].shape))
             alter[weight.codes] = partial(_scale, partial(recent.get, weight.codes, of_one), blocks)
             done.append(weight)
     if not done:
         return Dequantized(dict(tensors), {}, [])
-    parts = {part for weight in done for part in weight.parts}
-    rest = [weight for weight in weights if weight.codes not in alter]
-    is_all = not rest  # then nothing needs the scales of the cache, for example
+    found, gone = _without_scales(tensors, weights, done)
+    left = f"; {len(gone):,} scales are left out, such as {printable(gone[0])!r}" if gone else ""
+    files = sorted({c.extent.file for w in done for c in fitting[w.codes].chunks})
+    version = f"{told} {[source.store.version(file) for file in files]}"
+    return Dequantized(found, alter, [f"dequantized: {described(done)}{left}"], version)
+
+
+def _without_scales(
+    tensors: Mapping[str, TensorEntry],
+    weights: Sequence[QuantizedWeight],
+    done: Sequence[QuantizedWeight],
+) -> tuple[dict[str, TensorEntry], list[str]]:
+    """Returns the tensors without the scales of some weights, and the names of these."""
+    codes, parts = {w.codes for w in done}, {part for w in done for part in w.parts}
+    is_all = len(done) == len(weights)
     found, gone = dict[str, TensorEntry](), list[str]()
     for fqn, entry in tensors.items():
-        if entry.stored_name in alter:
+        name, last = entry.stored_name, entry.stored_name.rpartition(".")[2]
+        if name in codes:
             found[fqn] = replace(entry, is_scaled=True)
-        elif entry.quantized is not None and (is_all or entry.stored_name in parts):
+        elif name in parts or (is_all and entry.quantized and _OF_OTHERS.fullmatch(last)):
             gone.append(fqn)
-        elif entry.quantized in done:  # of no weight in particular
-            found[fqn] = replace(entry, quantized=rest[0])
-        else:
-            found[fqn] = entry
-    notes = [
-        f"dequantized: {described(done)}; {len(gone):,} scales are left out, such as"
-        f" {printable(gone[0])!r}"
-        if gone
-        else f"dequantized: {described(done)}"
-    ]
-    return Dequantized(found, alter, notes)
+        else:  # with weights that stay codes, it may be a scale of theirs
+            found[fqn] = replace(entry, quantized=None) if is_all else entry
+    return found, gone
 
 
-def _scales_of(weight: QuantizedWeight, stored: Mapping[str, TensorEntry]) -> TensorEntry | None:
+def _scales_of(
+    weight: QuantizedWeight,
+    stored: Mapping[str, TensorEntry],
+    modules: Mapping[str, Sequence[str]],
+) -> TensorEntry | None:
     """Returns the scales of a weight; None if it has another formula than codes times scales."""
-    codes = stored.get(weight.codes)
+    codes, scales = stored.get(weight.codes), stored.get(weight.parts[1])
     if weight.scheme not in _SCHEMES or codes is None or codes.dtype.name not in _CODES:
         return None
-    others = [name for name in weight.parts[1:] if name.endswith(_OF_OTHERS)]
-    scales = stored.get(weight.parts[1])
-    if others or scales is None or scales.dtype.name not in _SCALES:
+    if scales is None or scales.dtype.name not in _SCALES:
         return None
-    return scales if whole(scales.shape).numel <= _MAX_SCALES else None
+    beside = modules[weight.codes.rpartition(".")[0]]
+    if any(map(_OTHER_FACTORS.fullmatch, beside)) or whole(scales.shape).numel > _MAX_SCALES:
+        return None
+    return scales
 
 
-def _told_blocks(source: Source) -> tuple[int, ...] | None:
-    """Returns the rows and columns of a block by the config beside a checkpoint, if it tells."""
-    with suppress(StorageError, ValueError, TypeError, KeyError):
+def _by_module(names: Iterable[str]) -> dict[str, list[str]]:
+    """Returns the last segments of names by what is before them."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        module, _, last = name.rpartition(".")
+        found.setdefault(module, []).append(last)
+    return found
+
+
+def _told_blocks(source: Source) -> tuple[int, ...]:
+    """Returns the rows and columns of a block by the config beside a checkpoint; () if unknown."""
+    with suppress(StorageError, ValueError, TypeError, KeyError, AttributeError):
         if source.folder.size("config.json") > MAX_JSON_BYTES:
-            return None
+            return ()
         config = parse_json(read(source.folder, "config.json"))
-        found = config["quantization_config"]["weight_block_size"]
-        if isinstance(found, list) and all(type(n) is int and n > 0 for n in found):
+        said = config.get("quantization_config") or config["text_config"]["quantization_config"]
+        groups = (said.get("config_groups") or {}).values()
+        found = said.get("weight_block_size") or next(
+            (b for g in groups if (b := g["weights"].get("block_structure"))), None
+        )
+        if isinstance(found, list) and all(type(n) is int and 0 < n < 1 << 40 for n in found):
             return tuple(found)
-    return None
+    return ()
 
 
 def _blocks(
-    shape: tuple[int, ...], scales: tuple[int, ...], told: tuple[int, ...] | None
+    shape: tuple[int, ...], scales: tuple[int, ...], told: tuple[int, ...], usual: int
 ) -> tuple[int, ...] | None:
-    """Returns the elements of a block along each dim; None if the shapes do not tell."""
+    """Returns the elements of a block along each dim; None if that is not known for sure.
+
+    Args:
+        shape, scales: shapes of the codes and of their scales.
+        told: the block of the last dims by a config; () if it tells none.
+        usual: the block along every dim where nothing is told; 0 if there is none.
+    """
     if not scales or whole(scales).numel == 1:
         return tuple(max(1, dim) for dim in shape)
     if len(scales) < len(shape):  # one for each row
         scales = (*scales, *(1,) * (len(shape) - len(scales)))
-    if len(scales) != len(shape):
+        told, usual = (), 0
+    if len(scales) != len(shape) or len(told) > len(shape):
         return None
-    wanted = (0,) * (len(shape) - len(told)) + told if told and len(told) <= len(shape) else ()
-    found = [
-        _block(dim, count, wanted[number] if wanted else 0)
-        for number, (dim, count) in enumerate(zip(shape, scales, strict=True))
-    ]
-    return tuple(found) if all(found) else None
-
-
-def _block(dim: int, count: int, told: int) -> int:
-    """Returns the elements of a block along a dim of so many scales; 0 if that is not clear."""
-    if count in (1, dim):
-        return max(1, dim) if count == 1 else 1
-    fitting = [n for n in (told, _USUAL_BLOCK) if n and -(-dim // n) == count]
-    others = [n for n in _BLOCKS if -(-dim // n) == count]
-    return fitting[0] if fitting else others[0] if len(others) == 1 else 0
+    if all(count in (1, dim) for dim, count in zip(shape, scales, strict=True)) and not told:
+        return tuple(dim if n == 1 else 1 for dim, n in zip(shape, scales, strict=True))
+    wanted = (*(1,) * (len(shape) - len(told)), *told) if told else (0,) * len(shape)
+    found = []
+    for dim, count, block in zip(shape, scales, wanted, strict=True):
+        size = block or (1 if count == dim else usual)
+        if not size or -(-dim // size) != count:
+            size = dim if count == 1 and not told else 1 if count == dim and not told else 0
+        found.append(size)
+    return tuple(max(1, size) for size in found) if all(found) else None
 
 
 class _Recent:

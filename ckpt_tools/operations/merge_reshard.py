@@ -73,8 +73,8 @@ def merge(
         select: globs; only tensors whose name, before or after stripping, matches one are taken.
         exclude: globs; tensors whose name, before or after stripping, matches one are left out.
         dtype: `bf16`, `fp16`, `fp32`, `fp64`, or torch's names of these types. Only tensors of
-            these four types are cast, and codes of fp8 and int8, which are multiplied by their
-            scales. If None, nothing is cast.
+            these four types are cast, and codes of fp8, which are multiplied by their scales. If
+            None, nothing is cast.
         keep_dtype: globs of tensors that keep their type.
         max_shard_bytes: upper bound of a shard's payload. A larger tensor gets its own shard.
         keep_prefix: keep the model's key and wrappers' prefixes in the names.
@@ -114,6 +114,11 @@ def merge(
     if dtype is not None:
         numbers = dequantize(catalog.tensors, source, is_kept)
         catalog = replace(catalog, tensors=numbers.tensors)
+        if not catalog.tensors:
+            raise PlanError(
+                "only scales are chosen, which stay behind: --dtype turns the codes into numbers",
+                hint="choose the codes, too, or leave --dtype out",
+            )
     targets = [whole_tensor(t, target_dtype(t, dtype, is_kept)) for t in catalog.tensors.values()]
     request = shards(targets, max_shard_bytes, target.url.rpartition("/")[2])
     alter, notes = (
@@ -141,9 +146,8 @@ def merge(
             left_out=left_out(source.catalog, catalog),
             stripped=stripped,
             alter={**(numbers.by_name(catalog) if numbers is not None else {}), **(alter or {})},
-            changes=(
-                adapters.version(lora, options.get("storage_options")) if lora is not None else ""
-            ),
+            changes=(numbers.version if numbers is not None else "")
+            + (adapters.version(lora, options.get("storage_options")) if lora is not None else ""),
         )
     )
     return replace(result, notes=(*result.notes, *notes))

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from ckpt_tools.storage.s3.open_uploads import OpenUpload
 
 
+class NoLinksError(StorageError):
+    """A store can neither link nor copy files itself, whichever they are."""
+
+
 OLD_FILES_STAY = "files of what was there before could not be removed"  # begins a remark
 
 
@@ -167,18 +171,20 @@ class Attempt(ABC):
             file: its name there.
             name: its name here.
             nbytes: its bytes.
-            identity: of the file, from the attempt that has written it.
+            identity: of the file, from the attempt that has written it. With (), a bucket does not
+                compare it.
 
         Returns:
             How it was done: "linked", "cloned" or "copied".
 
         Raises:
-            StorageError: the store cannot do it, or the file has changed. On a disk, the reason has
-                no path, so that it can be told once.
+            NoLinksError: this store can never do it.
+            StorageError: it cannot do it now, or the file has changed. The reason has no path, so
+                that it can be told once.
         """
         target = self.copy_target(origin)
         if target is None:
-            raise StorageError("the store makes no copies itself")
+            raise NoLinksError("the store makes no copies itself")
         origin.list_files()  # with their versions
         if identity and identity != (origin.version(file),):
             raise StorageError("the file of the step before has changed, or is gone")

@@ -1,7 +1,8 @@
-"""`--dtype` turns codes of fp8 and int8 into numbers: against torch, and against the formula."""
+"""`--dtype` turns codes of fp8 into numbers: against torch, and against the formula."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import ckpt_tools
 from ckpt_tools import IntegrityError
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.engine.kernels import Bytes, cast
+from ckpt_tools.formats.registry import open_source
+from ckpt_tools.operations.dequantize import dequantize
 from tests.command import run_command
 from tests.operations.llamas import base, llama
 
@@ -112,10 +115,8 @@ add_kind("rows", codes_of(F8, 40, 300), torch.rand(40, 1) + 0.1)
 add_kind("rows, flat", codes_of(F8, 40, 300), torch.rand(40) + 0.1)
 add_kind("rows in bf16", codes_of(F8, 40, 300), (torch.rand(40, 1) + 0.1).bfloat16())
 add_kind("e5m2", codes_of(E5, 40, 300), torch.rand(40, 1) + 0.1)
-add_kind("int8", codes_of(I8, 40, 300), torch.rand(40, 1) + 0.1)
 add_kind("experts", codes_of(F8, 3, 200, 300), torch.rand(3, 2, 3) + 0.1, "_scale_inv")
 add_kind("powers of two", codes_of(F8, 200, 300), (torch.rand(2, 3) + 0.1).to(E8), "_scale_inv")
-add_kind("blocks of 64", codes_of(F8, 130, 320), torch.rand(3, 5) + 0.1, "_scale_inv", 64)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -159,22 +160,113 @@ def test_any_shape_on_any_number_of_ranks(
     assert torch.equal(got, codes.float() * expanded(scales, (rows, columns), block))
 
 
+UNCLEAR = (
+    ((90, 300), (4, 11), "_scale_inv"),  # of no block that fits
+    ((130, 320), (3, 5), "_scale_inv"),  # blocks of 64, and no config says so
+    ((192, 192), (2, 2), "_scale"),  # blocks of unknown size
+    ((192, 64), (2,), "_scale"),  # joined of two
+    ((64, 192), (64, 2), "_scale"),  # groups
+    ((3, 192, 64), (3, 2), "_scale"),
+)
+
+
 def test_shapes_that_do_not_tell_the_blocks_leave_the_codes(tmp_path: Path) -> None:
-    tensors = {"a.weight": codes_of(F8, 90, 300), "a.weight_scale_inv": torch.rand(4, 11)}
-    got, notes = merged(tensors, tmp_path)
-    assert got.keys() == tensors.keys() and got["a.weight"].dtype is F8
-    assert any("codes and scales belong together" in note for note in notes)
+    for shape, scales, part in UNCLEAR:
+        tensors = {"a.weight": codes_of(F8, *shape), f"a.weight{part}": torch.rand(scales)}
+        got, notes = merged(tensors, tmp_path)
+        assert got.keys() == tensors.keys() and got["a.weight"].dtype is F8
+        assert any("codes and scales belong together" in note for note in notes)
 
 
-@pytest.mark.parametrize("other", ["_zero_point", "_g_idx"])
+@pytest.mark.parametrize("where", ["top", "text", "compressed-tensors"])
+def test_a_config_tells_the_blocks(where: str, tmp_path: Path) -> None:
+    said: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [96, 96]}
+    if where == "compressed-tensors":
+        said = {"config_groups": {"group_0": {"weights": {"block_structure": [96, 96]}}}}
+    config = {"quantization_config": said}
+    config = {"text_config": config} if where == "text" else config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    codes, scales = codes_of(F8, 192, 200), torch.rand(2, 3) + 0.1
+    got, _ = merged({"a.weight": codes, "a.weight_scale": scales}, tmp_path)
+    assert torch.equal(got["a.weight"], codes.float() * expanded(scales, (192, 200), 96))
+    # a config that contradicts the shapes
+    codes, scales = codes_of(F8, 200, 150), torch.rand(2, 2) + 0.1
+    got, _ = merged({"a.weight": codes, "a.weight_scale_inv": scales}, tmp_path)
+    assert got["a.weight"].dtype is F8
+
+
+@pytest.mark.parametrize(
+    "other",
+    "weight_zero_point zero_point weight_g_idx weight_offset pre_quant_scale weight_global_scale"
+    " weight_scale_2".split(),
+)
 def test_weights_with_another_formula_stay_codes(other: str, tmp_path: Path) -> None:
     tensors = {
-        "a.weight": codes_of(I8, 40, 30),
+        "a.weight": codes_of(F8, 40, 30),
         "a.weight_scale": torch.rand(40, 1),
-        f"a.weight{other}": torch.ones(40, 1, dtype=I8),
+        f"a.{other}": torch.ones(40, 1),
     }
     got, _ = merged(tensors, tmp_path)
+    assert got.keys() == tensors.keys() and got["a.weight"].dtype is F8
+
+
+def test_int8_stays_codes(tmp_path: Path) -> None:
+    """They may be two numbers of 4 bits each, as in ChatGLM-6B-int4."""
+    tensors = {"a.weight": codes_of(I8, 64, 32), "a.weight_scale": torch.rand(64)}
+    got, _ = merged(tensors, tmp_path)
     assert got.keys() == tensors.keys() and got["a.weight"].dtype is I8
+
+
+def test_a_parameter_that_is_called_scale_stays_and_is_cast(tmp_path: Path) -> None:
+    own = {
+        "logit_scale": torch.rand(()),
+        "b.layer_scale": torch.rand(64),
+        "n.query_norm.scale": torch.rand(16),
+        "moe.router.per_expert_scale": torch.rand(8),
+    }
+    tensors = {"a.weight": codes_of(F8, 64, 32), "a.weight_scale": torch.rand(64, 1)}
+    got, _ = merged(tensors | own | {"a.k_scale": torch.rand(1)}, tmp_path, dtype="bf16")
+    assert got.keys() == {"a.weight", *own}
+    assert all(torch.equal(got[name], own[name].bfloat16()) for name in own)
+
+
+def test_a_resume_notices_other_scales(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"a.weight": codes_of(F8, 64, 32)}, folder / "model-00001-of-00002.safetensors")
+    save_file({"a.weight_scale": torch.ones(64, 1)}, folder / "model-00002-of-00002.safetensors")
+    names = {"a.weight": 1, "a.weight_scale": 2}
+    shards = {name: f"model-0000{n}-of-00002.safetensors" for name, n in names.items()}
+    index = {"metadata": {}, "weight_map": shards}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def version() -> str:
+        with contextlib.closing(open_source(folder).store):
+            source = open_source(folder)
+            return dequantize(source.catalog.tensors, source, lambda fqn: False).version
+
+    before = version()
+    assert before == version() != ""
+    save_file({"a.weight_scale": torch.ones(64, 1) * 7}, folder / shards["a.weight_scale"])
+    assert version() != before
+
+
+def test_scales_alone_make_no_model(tmp_path: Path) -> None:
+    tensors = {"a.weight": codes_of(F8, 64, 32), "a.weight_scale": torch.rand(64, 1)}
+    got, notes = merged(tensors, tmp_path, select=["*weight"])
+    assert got.keys() == {"a.weight"} and any("dequantized: 1" in note for note in notes)
+    got, notes = merged(tensors | {"b": torch.ones(2)}, tmp_path, exclude=["*.weight"])
+    assert "b" in got and not any("dequantized" in note for note in notes)
+
+
+def test_ranks_shard_the_numbers_as_they_shard_others(tmp_path: Path) -> None:
+    codes, scales = codes_of(F8, 256, 128), torch.rand(2, 1) + 0.1
+    tensors = {"a.weight": codes, "a.weight_scale_inv": scales}
+    save_file(tensors, tmp_path / "model.safetensors")
+    out = tmp_path / "out"
+    ckpt_tools.convert(tmp_path / "model.safetensors", out, to="per-rank", ranks=2, dtype="bf16")
+    sizes = [path.stat().st_size for path in out.rglob("*.pt")]
+    assert sum(sizes) < 1.2 * 2 * codes.numel()
 
 
 def test_some_may_stay_codes_and_scales_of_inputs_go(tmp_path: Path) -> None:
@@ -190,6 +282,16 @@ def test_some_may_stay_codes_and_scales_of_inputs_go(tmp_path: Path) -> None:
     assert got.keys() == {"a.weight", "b.weight", "b.weight_scale", "k_scale"}
     assert got["b.weight"].dtype is F8 and got["b.weight_scale"].dtype is torch.float32
     assert any("2 scales are left out, such as 'a." in note for note in notes)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ckpt_tools.PlanError, match="no config says that"):
+        ckpt_tools.convert(
+            tmp_path / "model.safetensors",
+            tmp_path / "hf",
+            to="hf",
+            base=tmp_path,
+            dtype="bf16",
+            keep_dtype=["b.*"],
+        )
     got, _ = merged(tensors, tmp_path)
     assert got.keys() == {"a.weight", "b.weight"}
     save_file(tensors, tmp_path / "model.safetensors")

@@ -206,7 +206,7 @@ def changed(old: bytes, new: bytes) -> bytes:
 def test_checksums_of_payloads_are_taken_along() -> None:
     data = with_runs([[0, 2, "1" * 16, "3" * 8], [2, 1, "2" * 16, "4" * 8]])
     assert parse_manifest(data, "here").files == {
-        "f": (3, "0" * 16, ((0, 2, "1" * 16, "3" * 8), (2, 1, "2" * 16, "4" * 8)))
+        "f": (3, "0" * 16, ((0, 2, "1" * 16, "3" * 8), (2, 1, "2" * 16, "4" * 8)), "")
     }
     assert (
         parse_manifest(parse_manifest(data, "here").render(), "here").files
@@ -216,7 +216,7 @@ def test_checksums_of_payloads_are_taken_along() -> None:
 
 def test_runs_without_crc32_are_of_no_use() -> None:
     assert parse_manifest(with_runs([[0, 2, "1" * 16], [2, 1, "2" * 16]]), "here").files == {
-        "f": (3, "0" * 16, ())
+        "f": (3, "0" * 16, (), "")
     }
 
 

@@ -17,7 +17,7 @@ from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.formats.base import new_attempt
 from ckpt_tools.loop.saving.collect import Collected
-from ckpt_tools.loop.saving.frozen import MAX_SOURCES, FrozenFile, LinkSource, Unchanged
+from ckpt_tools.loop.saving.frozen import IMPOSSIBLE, FrozenFile, LinkSource, Unchanged
 from ckpt_tools.loop.saving.hooks import Hooks
 from ckpt_tools.loop.saving.huggingface_copies import HuggingFaceWriter
 from ckpt_tools.loop.saving.limits import WriteLimits
@@ -80,6 +80,7 @@ class BackgroundWriter:
     huggingface: HuggingFaceWriter | None = None
     last_save: SaveReport | None = None
     frozen: FrozenFile | None = None
+    _links_files = True  # as far as is known
     _failures = 0
     _logged_failure: CheckpointError | None = None  # of the newest save; nothing has raised it
     _before: tuple[SaveLayout | None, Path | str] = (None, "")
@@ -299,9 +300,13 @@ class BackgroundWriter:
             group, target, save, contents, attempts[-1], limits.jobs, self._check_lock, progress
         )
         if len(parts) > 1:
-            earlier = unchanged.known.sources if unchanged and parts[1].how == "linked" else ()
-            sources = (LinkSource(what, target, attempts[-1]), *earlier)[:MAX_SOURCES]
-            self.frozen = FrozenFile(save.layout.frozen, pending.digests, sources, parts[1])
+            part = parts[1]
+            self._links_files = self._links_files and part.how != IMPOSSIBLE
+            known = unchanged.known if unchanged is not None and part.linked else None
+            if known is None:
+                written = part._replace(how="", remark="")
+                known = FrozenFile(save.layout.frozen, pending.digests, (), written)
+            self.frozen = known.and_in(LinkSource(what, target, attempts[-1], part.identity))
         return report
 
     def unchanged(self, collected: Collected) -> Unchanged | None:
@@ -309,6 +314,7 @@ class BackgroundWriter:
         known, layout = self.frozen, collected.layout
         if (
             known is None
+            or not self._links_files
             or known.digests != collected.digests
             or known.shards != layout.frozen
             or (collected.extras.statistics and not known.part.moments)

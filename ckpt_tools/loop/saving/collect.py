@@ -120,9 +120,12 @@ class Collector:
         extras = replace(extras, notes=notes)
         laps.lap("compare")
         tensors = [found.tensors[number] for number in self._layout.task.shards]
-        known = self._frozen.digests if self._frozen is not None else {}
-        found_digests = tuple(known[info.fqn] for info in self._layout.frozen)
-        return Collected(extras, tensors, objects, self._layout, exported.owners, found_digests)
+        shards, digests = self._layout.frozen, tuple[int, ...]()
+        if self._frozen is not None and shards:
+            frozen = [tensors[n] for n in self._layout.files[1].numbers]
+            digests = self._frozen.digests(shards, frozen)
+        laps.lap("compare")
+        return Collected(extras, tensors, objects, self._layout, exported.owners, digests)
 
     def _export(self, request: SaveRequest) -> tuple[ExportedState, RankShards]:
         if request.only:

@@ -4,9 +4,9 @@ A frozen parameter takes no gradient: the base model below an adapter. Its shard
 their own, the *frozen file*. While none of them changes, a save makes this file of the step before
 a file of the new step. The bytes are neither copied to host memory nor written.
 
-Each save compares a checksum of every frozen shard with that of the shards in the file, before it
-returns. torch's version counters are no help: a change of a DTensor, or one through `.data`, is not
-counted.
+Each save compares a checksum of every frozen shard that this rank writes with that of the shards in
+the file, before it returns. torch's version counters are no help: a change of a DTensor, or one
+through `.data`, is not counted.
 
 Imports torch.
 """
@@ -14,7 +14,7 @@ Imports torch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -23,38 +23,36 @@ from typing import NamedTuple
 import torch
 
 from ckpt_tools.core.checksum import crc64nvme, join_crc64
+from ckpt_tools.core.logs import log
 from ckpt_tools.engine.statistics import Moments
 from ckpt_tools.errors import CheckpointError, StorageError, printable
-from ckpt_tools.loop.saving.replicas import digests
 from ckpt_tools.loop.saving.write import RankFile
 from ckpt_tools.loop.state.optimizers import StateOwners
 from ckpt_tools.loop.state.shard_info import ShardInfo
 from ckpt_tools.loop.state.shards import as_bytes, local_part
 from ckpt_tools.loop.state.staging import Stager
 from ckpt_tools.loop.state.unchanged import memory_of, plainly
-from ckpt_tools.publish.base import Attempt, Destination
+from ckpt_tools.publish.base import Attempt, Destination, NoLinksError
 
 LEAST_BYTES = 1 << 20  # of frozen shards on a rank: below, a file of their own does not pay
+IMPOSSIBLE = "impossible"  # how a file was taken over: this store can neither link nor copy
 _MAX_CHANGES = 2  # a parameter that changes more often is not frozen, such as an average
-MAX_SOURCES = 8  # steps that are remembered as a source of the file
+_MAX_SOURCES = 8  # steps that are remembered as a source of the file
 _PIECE_BYTES = 32 << 20  # of a shard, for one thread
+_WORDS = 1 << 24  # of a shard that an accelerator mixes at one time
+# odd numbers with about as many ones as zeros, as signed words
+_STEP, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
 class FrozenShards:
-    """Marks the frozen shards of one rank, from save to save.
-
-    Attributes:
-        digests: a checksum of each marked shard's values at this save, by its tensor.
-    """
+    """Marks the frozen shards of one rank, from save to save."""
 
     def __init__(self, jobs: int) -> None:
         """Takes the number of threads that compute checksums."""
-        self.digests: Mapping[str, int] = {}
-        self._jobs = jobs
-        self._given: tuple[ShardInfo, ...] = ()
+        self._jobs, self._changes = jobs, Counter[str]()
+        self._last: tuple[tuple[ShardInfo, ...], list[int]] = ((), [])
         self._marked: tuple[ShardInfo, ...] = ()
-        self._numbers: list[int] = []
-        self._changes = Counter[str]()
+        self._digests: dict[str, int] = {}
 
     def mark(
         self, infos: tuple[ShardInfo, ...], tensors: Sequence[torch.Tensor], owners: StateOwners
@@ -66,79 +64,133 @@ class FrozenShards:
             tensors: their values.
             owners: the modules whose parameters may be frozen.
         """
-        if infos != self._given:
-            self._given = infos
-            self._find(tensors, owners)
-        before, self.digests = self.digests, self._digests(tensors)
-        changed = [n for n, digest in self.digests.items() if before.get(n, digest) != digest]
-        self._changes.update(changed)
-        if any(self._changes[name] >= _MAX_CHANGES for name in changed):
-            self._find(tensors, owners)
-            self.digests = {
-                self._given[n].fqn: self.digests[self._given[n].fqn] for n in self._numbers
-            }
+        numbers = self._find(infos, tensors, owners)
+        if self._last != (infos, numbers):
+            marked = list(infos)
+            for n in numbers:
+                marked[n] = marked[n]._replace(is_frozen=True)
+            self._last, self._marked = (infos, numbers), tuple(marked)
         return self._marked
 
-    def _find(self, tensors: Sequence[torch.Tensor], owners: StateOwners) -> None:
-        """Finds the shards of parameters without a gradient, but for those that change anyway."""
+    def _find(
+        self, infos: tuple[ShardInfo, ...], tensors: Sequence[torch.Tensor], owners: StateOwners
+    ) -> list[int]:
         with plainly():
             frozen = {
                 memory_of(local_part(parameter))
                 for _, root in owners.modules
-                for parameter in root.parameters()
-                if not parameter.requires_grad
+                for module in root.modules()
+                for parameter in module._parameters.values()
+                if parameter is not None and not parameter.requires_grad
             }
+            if not frozen:
+                return []
             numbers = [
                 n
-                for n, (info, tensor) in enumerate(zip(self._given, tensors, strict=True))
-                if frozen
-                and self._changes[info.fqn] < _MAX_CHANGES
-                and memory_of(tensor) in frozen
+                for n, (info, tensor) in enumerate(zip(infos, tensors, strict=True))
+                if self._changes[info.fqn] < _MAX_CHANGES
                 and tensor.numel()
+                and memory_of(tensor) in frozen
             ]
-        once = Counter(info.fqn for info in self._given)
-        numbers = [n for n in numbers if once[self._given[n].fqn] == 1]
-        if sum(tensors[n].nbytes for n in numbers) < LEAST_BYTES:
-            numbers = []
-        marked = list(self._given)
-        for n in numbers:
-            marked[n] = marked[n]._replace(is_frozen=True)
-        self._marked, self._numbers = tuple(marked), numbers
+        return numbers if sum(tensors[n].nbytes for n in numbers) >= LEAST_BYTES else []
 
-    def _digests(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
-        found = digests_of([tensors[n] for n in self._numbers], self._jobs)
-        return dict(zip((self._given[n].fqn for n in self._numbers), found, strict=True))
+    def digests(
+        self, infos: Sequence[ShardInfo], tensors: Sequence[torch.Tensor]
+    ) -> tuple[int, ...]:
+        """Returns a checksum of each marked shard, and notes which have changed since the last one.
+
+        Args:
+            infos: the marked shards that this rank writes.
+            tensors: their values.
+        """
+        found = digests_of(tensors, self._jobs)
+        for info, digest in zip(infos, found, strict=True):
+            name = f"{info.fqn} {info.box.offsets}"
+            if self._digests.get(name, digest) != digest:
+                self._changes[info.fqn] += 1
+                if self._changes[info.fqn] == _MAX_CHANGES:
+                    log.info(
+                        "%s takes no gradient but changes: it is written at every save",
+                        printable(info.fqn),
+                    )
+            self._digests[name] = digest
+        return tuple(found)
 
 
 def digests_of(tensors: Sequence[torch.Tensor], jobs: int) -> list[int]:
-    """Returns a checksum of each tensor: its CRC-64 on the host, and on an accelerator its own."""
+    """Returns a checksum of the bytes of each tensor: its CRC-64/NVME if it lies on the host.
+
+    An accelerator computes one of its own where the tensor lies.
+    """
     pieces: list[tuple[int, memoryview]] = []
-    away: list[int] = []
-    for number, tensor in enumerate(tensors):
-        data = as_bytes(tensor) if tensor.device.type == "cpu" else None
-        if data is None:
-            away.append(number)
-        else:
-            starts = range(0, len(data), _PIECE_BYTES)
-            pieces += [(number, data[start : start + _PIECE_BYTES]) for start in starts]
     found: list[list[tuple[int, int]]] = [[] for _ in tensors]
+    away: dict[int, torch.Tensor] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor.device.type != "cpu":
+            away[number] = mixed(tensor)  # all are computed before one is waited for
+            continue
+        data = as_bytes(tensor)
+        if data is None:
+            data = as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
+        assert data is not None
+        starts = range(0, len(data), _PIECE_BYTES)
+        pieces += [(number, data[start : start + _PIECE_BYTES]) for start in starts]
     if pieces:
         with ThreadPoolExecutor(jobs, "ckpt-prove") as pool:
             crcs = pool.map(crc64nvme, (piece for _, piece in pieces))
             for (number, piece), crc in zip(pieces, crcs, strict=True):
                 found[number].append((crc, len(piece)))
     values = list(map(join_crc64, found))
-    for number, value in zip(away, digests([tensors[n] for n in away]), strict=True):
-        values[number] = value
+    for number, value in away.items():
+        values[number] = int(value) & ((1 << 64) - 1)
     return values
 
 
+def mixed(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a checksum of a tensor's bytes, computed where it lies: 0-d int64.
+
+    Each word of 8 bytes is added to a multiple of its position and mixed, and the results are
+    summed modulo 2**64. So values that change places, signs or scale change it, too.
+
+    Source of the mixing: Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+    2014, figure 14 (variant 13).
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    num_words = flat.numel() // 8
+    body, rest = flat[: num_words * 8], torch.zeros(8, dtype=torch.uint8, device=flat.device)
+    rest[: flat.numel() - num_words * 8] = flat[num_words * 8 :]
+    if body.storage_offset() % 8 or body.data_ptr() % 8:
+        body = body.clone()
+    words = body.view(torch.int64)
+    length = torch.full((1,), flat.numel(), dtype=torch.int64, device=flat.device)
+    total = _mix(rest.view(torch.int64) + length * _STEP).sum()
+    for start in range(0, num_words, _WORDS):
+        part = words[start : start + _WORDS]
+        positions = torch.arange(start + 1, start + 1 + len(part), device=flat.device)
+        total = total + _mix(positions.mul_(_STEP).add_(part)).sum()
+    return total
+
+
+def _mix(words: torch.Tensor) -> torch.Tensor:
+    """Mixes words, so that each bit of the result depends on all bits."""
+    words = (words ^ _shifted(words, 30)) * _FIRST
+    words = (words ^ _shifted(words, 27)) * _SECOND
+    return words ^ _shifted(words, 31)
+
+
+def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
+
+
 class LinkSource(NamedTuple):
-    """A step that holds a frozen file: its name, its destination, and its attempt."""
+    """A step that holds a frozen file: its name, its destination and attempt, and the file's
+    identity.
+    """
 
     step: str
     target: Destination
     attempt: str
+    identity: tuple[int | str, ...]
 
 
 class FrozenFile(NamedTuple):
@@ -156,6 +208,10 @@ class FrozenFile(NamedTuple):
     sources: tuple[LinkSource, ...]
     part: RankFile
 
+    def and_in(self, source: LinkSource) -> FrozenFile:
+        """Returns the file with one more step that holds it."""
+        return self._replace(sources=(source, *self.sources)[:_MAX_SOURCES])
+
 
 @dataclass(frozen=True, slots=True)
 class Unchanged:
@@ -169,31 +225,36 @@ class Unchanged:
     known: FrozenFile
     tensors: Sequence[torch.Tensor]
 
-    def take_over(self, target: Destination, staged: Attempt) -> RankFile | str:
+    def take_over(self, target: Destination, staged: Attempt) -> RankFile:
         """Makes the known file a file of this step, and returns its description.
 
-        If it is not possible, it returns why: then write the bytes of `live`.
+        If it is not possible, `how` is "" and `remark` tells why: then write the bytes of `live`.
+
+        Raises:
+            StorageError: the store cannot be reached.
         """
-        part, problem = self.known.part, ""
+        part, problem, instead = self.known.part, "", ""
         name = target.name(part.name, staged.attempt)
         for source in self.known.sources:
             file = source.target.name(part.name, source.attempt)
             try:
                 origin, _ = source.target.existing_result()
                 with closing(origin):
-                    how = staged.take_over(origin, file, name, part.nbytes, part.identity)
+                    how = staged.take_over(origin, file, name, part.nbytes, source.identity)
             except StorageError as error:
+                if error.is_transient:
+                    raise
+                instead = IMPOSSIBLE if isinstance(error, NoLinksError) else ""
                 problem = problem or f"frozen parameters are written again: {error}"
                 continue
             return part._replace(
                 linked=source.step,
                 how=how,
                 identity=staged.identity(name),
-                remark="",
                 seconds={},
                 moments={fqn: _still(found) for fqn, found in part.moments.items()},
             )
-        return problem
+        return part._replace(how=instead, remark=problem)
 
     def live(self, jobs: int) -> Sequence[memoryview]:
         """Returns the bytes of the shards as they are now; copies of those not on the host.
@@ -201,14 +262,13 @@ class Unchanged:
         Raises:
             CheckpointError: they have changed since the save began.
         """
-        found = zip(
-            self.known.shards, self.known.digests, digests_of(self.tensors, jobs), strict=True
-        )
-        if wrong := [info.fqn for info, old, new in found if old != new]:
+        now = digests_of(self.tensors, jobs)
+        pairs = zip(self.known.shards, self.known.digests, now, strict=True)
+        if wrong := [info.fqn for info, old, new in pairs if old != new]:
             raise CheckpointError(
-                "frozen parameters changed after the save had begun, and the step before, which has"
-                f" their values, cannot be used: {printable(wrong[0])!r}",
-                hint="leave the newest steps where they are; the next save writes the new values",
+                "frozen parameters changed after the save had begun, and no earlier step has a file"
+                f" with their values any more: {printable(wrong[0])!r}",
+                hint="the next save writes the new values; Writing(incremental=False) copies all",
             )
         return Stager().live(self.tensors).wait()
 

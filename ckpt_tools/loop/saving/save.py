@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from ckpt_tools.core.box import Box
 from ckpt_tools.core.catalog import TORCH_ZIP, Catalog, Chunk, ChunkList, Extent, TensorEntry
@@ -601,29 +601,33 @@ def _write_files(
         measured = moments_by_name(names, extras.measured.result())
     parts: list[RankFile] = []
     for plan, given in zip(layout.files, contents, strict=True):
-        unchanged = given if isinstance(given, Unchanged) else None
-        remark = ""
-        if unchanged is not None:
-            found = unchanged.take_over(target, staged)
-            if isinstance(found, RankFile):
+        how = remark = ""
+        if isinstance(given, Unchanged):
+            found = given.take_over(target, staged)
+            if found.linked:
                 parts.append(found)
                 continue
-            remark = found
+            how, remark, memory = found.how, found.remark, given.live(jobs)
+        else:
+            memory = given
         part = write_part(
             plan,
             target,
             staged,
-            unchanged.live(jobs) if unchanged is not None else cast("Sequence[memoryview]", given),
-            list(save.objects.values()) if not parts else (),
+            memory,
+            list(save.objects.values()) if plan is layout.files[0] else (),
             jobs,
             extras.statistics,
             extras.before,
             measured,
             progress,
         )
-        if unchanged is not None and part.crc64 != unchanged.known.part.crc64:
-            raise CheckpointError("frozen parameters changed while they were written")
-        parts.append(part._replace(remark=remark))
+        if isinstance(given, Unchanged) and part.crc64 != given.known.part.crc64:
+            raise CheckpointError(
+                "frozen parameters changed while they were written",
+                hint="the next save writes the new values",
+            )
+        parts.append(part._replace(how=how, remark=remark))
     return parts
 
 

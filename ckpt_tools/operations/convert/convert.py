@@ -14,7 +14,6 @@ from typing import Any, Unpack, cast
 from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.core.coverage import check as check_catalog
 from ckpt_tools.core.naming import key_path, model_only, strip_wrappers, stripped_from, stripper
-from ckpt_tools.core.quantized import weights_in
 from ckpt_tools.core.selection import matcher
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import torch_save
@@ -103,7 +102,7 @@ def convert_source(
     if how.get("dtype") is not None:
         numbers = dequantize(parts.model, source, matcher(how.get("keep_dtype", ())))
         parts.model = numbers.tensors
-        parts.is_dequantized = bool(numbers.alter) and not weights_in(parts.model.values())
+        parts.is_dequantized = bool(numbers.alter)
         parts.notes += numbers.notes
     if not parts.model and not parts.optimizers and not parts.tensors:
         what = f"no tensors are left of {len(source.catalog.tensors)} ({printable(source.path)})"
@@ -130,7 +129,7 @@ def convert_source(
             options,
             left_out=_dropped(source.catalog, catalog, layout.parts),
             alter=numbers.by_name(catalog) if numbers is not None else {},
-            changes=changes,
+            changes=changes + (numbers.version if numbers is not None else ""),
             prove=prove,
             about=about,
         )

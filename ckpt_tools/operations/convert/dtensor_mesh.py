@@ -66,7 +66,8 @@ def find_sharded(model: Mapping[str, TensorEntry], trained: Collection[str]) -> 
         if name in trained or name in cut:
             return True
         is_buffer = is_norm_buffer(name) or name.rpartition(".")[2] in _BUFFERS
-        if not entry.shape or not entry.dtype.is_castable or is_buffer:
+        is_number = entry.dtype.is_castable or entry.is_scaled
+        if not entry.shape or not is_number or is_buffer:
             return False
         return not cut or entry.shape[0] == 1  # a single row cannot be sharded
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from ckpt_tools.core.catalog import Catalog, TensorEntry
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.naming import model_only, strip_wrappers
 from ckpt_tools.core.placements import split
+from ckpt_tools.core.quantized import weights_in
 from ckpt_tools.core.selection import choose, matcher, refuse_unread
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import accelerate, safetensors, torch_save
@@ -59,6 +61,7 @@ from ckpt_tools.operations.merge_reshard import (
 )
 from ckpt_tools.operations.side_files import carried
 from ckpt_tools.storage import read
+from ckpt_tools.transfer.options import Path_
 
 _MAX_SHARD_BYTES = 5_000_000_000  # the default of transformers
 _Layout = tuple[Catalog, Format, Request]
@@ -146,6 +149,23 @@ class TargetLayout:
     def _dtype(self, entry: TensorEntry) -> DType:
         return target_dtype(entry, self.how.get("dtype"), self._is_kept)
 
+    def _check_quantization(
+        self, base: Path_, config: Mapping[str, Any], tensors: Iterable[TensorEntry]
+    ) -> None:
+        """Makes sure that a config says how the weights are quantized, and that they are.
+
+        Raises:
+            PlanError: they disagree, or some weights have become numbers and others have not.
+        """
+        if not self.parts.is_dequantized:
+            check_quantization(base, config, tensors)
+        elif weights := weights_in(tensors):
+            raise PlanError(
+                "--dtype turns some quantized weights into numbers and leaves others as codes, such"
+                f" as {printable(weights[0].codes)!r}: no config says that",
+                hint="leave --keep-dtype out; or leave --dtype out, and keep all codes",
+            )
+
     def _targets(self, catalog: Catalog) -> list[TargetTensor]:
         """Returns whole tensors, those of the model in the requested type."""
         return [
@@ -180,8 +200,8 @@ class TargetLayout:
             if base is not None
             else ({}, {})
         )
-        if base is not None and not self.parts.is_dequantized:
-            check_quantization(base, config, catalog.tensors.values())
+        if base is not None:
+            self._check_quantization(base, config, catalog.tensors.values())
         catalog = untie(self.source, catalog, config, self.parts.notes)
         if base is not None:
             is_part = bool(self.how.get("select") or self.how.get("exclude"))
@@ -338,8 +358,8 @@ class TargetLayout:
             if base is not None
             else ({}, {})
         )
-        if base is not None and not self.parts.is_dequantized:
-            check_quantization(base, config, self.parts.model.values())
+        if base is not None:
+            self._check_quantization(base, config, self.parts.model.values())
         files = {f"huggingface/{name}": data for name, data in beside.items()}
         files |= {
             "fsdp_config.json": (

@@ -59,7 +59,7 @@ class TrainingState:
     `places` has the keys below the prefix of model entries that stood in separate dicts or lists.
     `untouched` names optimizers whose state is not one value per parameter and key, such as
     LBFGS's: they stay in the rest. `used` has the stored names of tensors that were cut or joined.
-    `is_dequantized` tells that all quantized weights of the model have become numbers.
+    `is_dequantized` tells that quantized weights of the model have become numbers.
     """
 
     prefix: tuple[str, ...]

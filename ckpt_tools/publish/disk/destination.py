@@ -11,7 +11,7 @@ from typing import cast
 
 from ckpt_tools.core.plan import Literal
 from ckpt_tools.errors import PlanError, StorageError, printable
-from ckpt_tools.publish.base import Attempt, CopyTarget, Destination
+from ckpt_tools.publish.base import Attempt, CopyTarget, Destination, NoLinksError
 from ckpt_tools.publish.check_manifest import hash_files
 from ckpt_tools.publish.disk import commit
 from ckpt_tools.publish.disk.attempt_mark import MARK
@@ -232,10 +232,20 @@ class LocalAttempt(Attempt):
                 raise StorageError("the file of the step before has changed")
             os.link(path, name, dst_dir_fd=own, follow_symlinks=False)
         except OSError as error:
-            if error.errno == errno.ENOENT or (clones := self.copy_target(origin)) is None:
-                raise StorageError(f"cannot link: {os.strerror(error.errno or 0)}") from error
-            clones.copy_file(name, file, nbytes)
+            problem = f"cannot link: {os.strerror(error.errno or 0)}"
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EMLINK):
+                raise StorageError(problem) from error
+            if (clones := self.copy_target(origin)) is None:
+                raise NoLinksError(problem) from error
+            try:
+                clones.copy_file(name, file, nbytes)
+            except StorageError:
+                with suppress(OSError):  # it is written instead
+                    os.unlink(name, dir_fd=own)
+                raise
             return "cloned"
+        if _identity(self.writable.root / name) != identity:
+            raise StorageError("the file of the step before was exchanged meanwhile")
         return "linked"
 
     def sync(self) -> None:
