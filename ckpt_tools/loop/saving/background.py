@@ -299,7 +299,9 @@ class BackgroundWriter:
         report, parts = write(
             group, target, save, contents, attempts[-1], limits.jobs, self._check_lock, progress
         )
-        if len(parts) > 1:
+        if len(parts) > 1 and not pending.digests:
+            self.frozen = None
+        elif len(parts) > 1:
             part = parts[1]
             self._links_files = self._links_files and part.how != IMPOSSIBLE
             known = unchanged.known if unchanged is not None and part.linked else None
@@ -314,6 +316,7 @@ class BackgroundWriter:
         known, layout = self.frozen, collected.layout
         if (
             known is None
+            or not collected.digests
             or not self._links_files
             or known.digests != collected.digests
             or known.shards != layout.frozen

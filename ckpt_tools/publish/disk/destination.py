@@ -245,6 +245,7 @@ class LocalAttempt(Attempt):
                 raise
             return "cloned"
         if _identity(self.writable.root / name) != identity:
+            os.unlink(name, dir_fd=own)
             raise StorageError("the file of the step before was exchanged meanwhile")
         return "linked"
 
