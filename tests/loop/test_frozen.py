@@ -253,7 +253,7 @@ def test_a_sharded_base_that_is_loaded_anew_is_written(tmp_path: Path) -> None:
 
 def test_if_neither_the_file_nor_the_values_are_there_the_save_fails(tmp_path: Path) -> None:
     root = tmp_path / "run"
-    job = Job(root, writing=Writing(max_mbps=0.2))
+    job = Job(root, writing=Writing(max_mbps=0.05))
     job.save(1)
     (root / "step-00000001").rename(tmp_path / "elsewhere")
     job.checkpoints.save(2, job.state)
