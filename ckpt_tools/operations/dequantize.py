@@ -134,8 +134,10 @@ def _without_scales(
             found[fqn] = replace(entry, is_scaled=True)
         elif name in parts or (is_all and entry.quantized and _OF_OTHERS.fullmatch(last)):
             gone.append(fqn)
+        elif is_all and entry.quantized and name not in entry.quantized.parts:
+            found[fqn] = replace(entry, quantized=None)  # a parameter that is called a scale
         else:  # with weights that stay codes, it may be a scale of theirs
-            found[fqn] = replace(entry, quantized=None) if is_all else entry
+            found[fqn] = entry
     return found, gone
 
 
@@ -173,11 +175,13 @@ def _told_blocks(source: Source) -> tuple[int, ...]:
         config = parse_json(read(source.folder, "config.json"))
         said = config.get("quantization_config") or config["text_config"]["quantization_config"]
         groups = (said.get("config_groups") or {}).values()
-        found = said.get("weight_block_size") or next(
-            (b for g in groups if (b := g["weights"].get("block_structure"))), None
-        )
-        if isinstance(found, list) and all(type(n) is int and 0 < n < 1 << 40 for n in found):
-            return tuple(found)
+        found = [
+            said.get("weight_block_size"),
+            *(g["weights"].get("block_structure") for g in groups),
+        ]
+        blocks = {tuple(one) for one in found if one}
+        if len(blocks) == 1 and all(type(n) is int and 0 < n < 1 << 40 for n in (*blocks,)[0]):
+            return blocks.pop()
     return ()
 
 

@@ -257,6 +257,10 @@ def test_scales_alone_make_no_model(tmp_path: Path) -> None:
     assert got.keys() == {"a.weight"} and any("dequantized: 1" in note for note in notes)
     got, notes = merged(tensors | {"b": torch.ones(2)}, tmp_path, exclude=["*.weight"])
     assert "b" in got and not any("dequantized" in note for note in notes)
+    other = {"c.weight": codes_of(F8, 4, 4), "c.weight_scale": torch.rand(4, 1)}
+    got, notes = merged(tensors | other, tmp_path, exclude=["a.weight"], dtype="bf16")
+    assert got["c.weight"].dtype is torch.bfloat16
+    assert got["a.weight_scale"].dtype is torch.float32  # of a weight that is left out
 
 
 def test_ranks_shard_the_numbers_as_they_shard_others(tmp_path: Path) -> None:
