@@ -304,6 +304,18 @@ def test_some_may_stay_codes_and_scales_of_inputs_go(tmp_path: Path) -> None:
     assert said.returncode == 0 and "dequantized: 2 codes with scales, 8 bits" in said.stdout
 
 
+def test_names_with_the_key_of_the_model_are_kept(tmp_path: Path) -> None:
+    layers = {name: codes_of(F8, 40, 30) for name in ("a.weight", "b.weight")}
+    state = layers | {f"{name}_scale": torch.rand(40, 1) for name in layers}
+    torch.save({"model": state}, tmp_path / "m.pt")
+    ckpt_tools.convert(
+        tmp_path / "m.pt", tmp_path / "d", to="dcp", dtype="bf16", keep_dtype=["model.b.*"]
+    )
+    with ckpt_tools.open(tmp_path / "d") as found:
+        assert found["model.b.weight"][...].dtype is F8 and "model.b.weight_scale" in found.names()
+        assert found["model.a.weight"][...].dtype is torch.bfloat16
+
+
 def test_scales_that_changed_since_they_were_sealed_are_refused(tmp_path: Path) -> None:
     tensors = {"a.weight": codes_of(F8, 40, 30), "a.weight_scale": torch.rand(40, 1)}
     torch.save(

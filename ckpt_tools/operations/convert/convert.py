@@ -100,7 +100,8 @@ def convert_source(
     parts.tensors = {fqn: t for fqn, t in parts.tensors.items() if not fqn.startswith(_COPIES)}
     numbers = None
     if how.get("dtype") is not None:
-        numbers = dequantize(parts.model, source, matcher(how.get("keep_dtype", ())))
+        is_kept, above = matcher(how.get("keep_dtype", ())), "".join(f"{k}." for k in parts.prefix)
+        numbers = dequantize(parts.model, source, lambda fqn: is_kept(fqn) or is_kept(above + fqn))
         parts.model = numbers.tensors
         parts.is_dequantized = bool(numbers.alter)
         parts.notes += numbers.notes
