@@ -402,3 +402,19 @@ def test_a_mirror_does_not_send_the_file_again(
     for step in job.wanted:
         path = f"{where}/step-{step:08d}"
         assert ckpt_tools.verify(path, storage_options=server.options).problems == []
+
+
+def test_a_mirror_whose_newest_manifest_is_damaged_gets_the_whole_step(
+    server: Server, tmp_path: Path
+) -> None:
+    fs, where = server.bucket("frozen"), "s3://frozen/damaged"
+    job = Job(tmp_path / "run", mirror=Mirror(where), storage_options=server.options)
+    with job.checkpoints:
+        for step in (1, 2, 3):
+            job.save(step)
+            until(lambda n=step: names(fs, f"frozen/damaged/step-{n:08d}/.metadata"))
+            if step == 2:
+                (name,) = [n for n in names(fs, "frozen/damaged/step-00000002") if "manifest" in n]
+                fs.pipe(name, b"{garbage")
+    path = f"{where}/step-00000003"
+    assert ckpt_tools.verify(path, storage_options=server.options).problems == []
