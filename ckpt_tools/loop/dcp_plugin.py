@@ -58,7 +58,7 @@ from ckpt_tools.formats.registry import Source
 from ckpt_tools.loop.loading.load_request import LoadReport
 from ckpt_tools.loop.loading.proof import LoadProof
 from ckpt_tools.loop.loading.read_shards import fill
-from ckpt_tools.loop.saving.replicas import Proof, differing_note, digests, replicas_differ
+from ckpt_tools.loop.saving.replicas import Proof, differing_note, replicas_differ
 from ckpt_tools.loop.saving.write import (
     RankFile,
     SavedObject,
@@ -68,6 +68,7 @@ from ckpt_tools.loop.saving.write import (
     write_part,
 )
 from ckpt_tools.loop.state.archives import check_loadable, unpack
+from ckpt_tools.loop.state.checksums import checksums_of
 from ckpt_tools.loop.state.ema import refuse_applied
 from ckpt_tools.loop.state.shard_info import ShardInfo
 from ckpt_tools.loop.state.shards import Shard
@@ -275,7 +276,9 @@ class StorageWriter(storage.StorageWriter):
         if order.replicas and self._proof is not Proof.TRUST:
             replicas = [self._items[number] for number in order.replicas]
             held = [planner.resolve_data(item) for item in replicas]
-            found = digests([value.detach() for value in held if isinstance(value, torch.Tensor)])
+            found = checksums_of(
+                [value.detach() for value in held if isinstance(value, torch.Tensor)]
+            )
             infos = map(_info, replicas)
             proof = _ReplicaResult(
                 {

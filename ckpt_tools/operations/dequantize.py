@@ -23,19 +23,14 @@ import numpy.typing as npt
 
 from ckpt_tools.core.box import Box, whole
 from ckpt_tools.core.catalog import Catalog, QuantizedWeight, TensorEntry
-from ckpt_tools.core.checksum import crc64nvme, hex64
-from ckpt_tools.core.dtypes import BY_NAME
-from ckpt_tools.core.plan import Slot, Target, plan_transfer
 from ckpt_tools.core.quantized import described, weights_in
-from ckpt_tools.engine.execute import Alter, execute_batches
-from ckpt_tools.engine.kernels import cast
-from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
-from ckpt_tools.engine.sinks import FillSink
-from ckpt_tools.errors import IntegrityError, StorageError, printable
+from ckpt_tools.engine.execute import Alter
+from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.formats.registry import Source
+from ckpt_tools.operations.small_tensors import Singles, read_singles
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.sealed_source import checked_manifest
-from ckpt_tools.storage import MemoryStore, read
+from ckpt_tools.storage import read
 from ckpt_tools.storage.small_files import MAX_JSON_BYTES, parse_json
 
 _SCHEMES = ("fp8 with scales of blocks", "fp8 with a scale", "codes with scales")
@@ -52,8 +47,6 @@ _OF_OTHERS = re.compile(
 _MAX_SCALES = 1 << 26  # of one weight, since they are held in memory
 _RECENT = 16  # weights whose scales are kept: more than there are threads
 _DEEPSEEK_BLOCK, _DEEPSEEK = 128, "_scale_inv"  # the size where no config tells another one
-_SINGLE = BY_NAME["float32"]
-Singles = npt.NDArray[np.float32]
 
 
 class Dequantized(NamedTuple):
@@ -231,30 +224,10 @@ class _Recent:
 
 
 def _read(source: Source, entry: TensorEntry, manifest: Manifest | None, dims: int) -> Singles:
-    """Reads scales as float32, with as many dims as the codes have.
-
-    Raises:
-        IntegrityError: they are not what was sealed.
-    """
-    data = bytearray(entry.nbytes)
-    slot = Slot(whole(entry.shape), "", 0)
-    target = Target("scales", {"": entry.nbytes}, {entry.fqn: (slot,)})
-    plan = plan_transfer(Catalog("scales", {entry.fqn: entry}), target)
-    located = source.format.locate(source.store, [entry])
-    batches = schedule(plan, located, *tile_bytes(DEFAULT_MEMORY_BYTES, 1))
-    sink = FillSink(MemoryStore({"": memoryview(data)}))
-    execute_batches(batches, source.store, sink, 1, looks_ahead=False)
-    sealed = manifest.tensors.get(entry.fqn) if manifest is not None else None
-    if sealed is not None and hex64(crc64nvme(data)) != sealed.fingerprint:
-        raise IntegrityError(
-            f"scales are not what was sealed: expected CRC-64 {sealed.fingerprint}, got"
-            f" {hex64(crc64nvme(data))} ({printable(entry.fqn)!r})",
-            hint="ckpt verify names what is damaged; restore the file",
-        )
-    singles = np.empty(whole(entry.shape).numel * _SINGLE.itemsize, np.uint8)
-    cast(np.frombuffer(data, np.uint8), entry.dtype, singles, _SINGLE)
-    shape = entry.shape if whole(entry.shape).numel > 1 else ()
-    return singles.view(np.float32).reshape((*shape, *(1,) * (dims - len(shape))))
+    """Reads scales with as many dims as the codes have; one scale has none."""
+    scales = read_singles(source, entry, manifest)
+    shape = entry.shape if scales.size > 1 else ()
+    return scales.reshape((*shape, *(1,) * (dims - len(shape))))
 
 
 def _scale(

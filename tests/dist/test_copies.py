@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ckpt_tools.loop.saving.replicas import digest_on_device, digests
 from tests.conftest import torchrun
 from tests.stock_jobs import stock_load
 
@@ -125,37 +123,3 @@ def test_a_replica_that_drifts_as_a_whole_is_found_at_the_next_save(
     found: tuple[Path, dict[str, Any]],
 ) -> None:
     assert found[1]["small drift: "] == [5, 5]
-
-
-KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn)
-
-
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-@pytest.mark.parametrize("numel", [1, 3, 8, 1001, 70_001])
-def test_any_flipped_bit_changes_the_checksum_that_a_device_computes(dtype: torch.dtype, numel: int) -> None:
-    data = torch.randint(0, 2, (numel * dtype.itemsize,), dtype=torch.uint8)
-    if dtype is not torch.bool:
-        data = data * 57
-    first = int(digest_on_device(data.view(dtype)))
-    assert first == int(digest_on_device(data.clone().view(dtype)))
-    for _ in range(100):
-        other = data.clone()
-        other[random.randrange(len(data))] ^= 1 if dtype is torch.bool else 1 << random.randrange(8)
-        assert int(digest_on_device(other.view(dtype))) != first
-
-
-def test_the_checksum_of_a_device_sees_an_order_and_strides() -> None:
-    table = torch.arange(40_000.0).view(200, 200)
-    swapped = table.clone()
-    swapped[[3, 4]] = swapped[[4, 3]]
-    assert int(digest_on_device(table)) != int(digest_on_device(swapped))
-    assert int(digest_on_device(table.T)) == int(digest_on_device(table.T.contiguous())) != int(digest_on_device(table))
-    unaligned = torch.arange(9, dtype=torch.uint8)[1:]
-    assert int(digest_on_device(unaligned)) == int(digest_on_device(unaligned.clone()))
-
-
-def test_checksums_do_not_depend_on_strides() -> None:
-    table = torch.rand(30, 40)
-    conjugated = torch.complex(table, table).conj()
-    for one in (table.T, table[:, ::3], conjugated, torch.empty(0), torch.tensor(3.0)):
-        assert digests([one]) == digests([one.resolve_conj().clone(memory_format=torch.contiguous_format)])

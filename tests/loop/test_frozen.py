@@ -18,7 +18,6 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointError, CheckpointManager, Mirror, SaveReport, Writing
-from ckpt_tools.loop.saving.frozen import mixed
 from tests import jobs
 from tests.command import run_command
 from tests.conftest import torchrun
@@ -205,35 +204,6 @@ def test_parameters_may_be_frozen_later_and_unfrozen(tmp_path: Path) -> None:
         job.base.requires_grad_(True)
         assert [job.save(5), job.save(6)] == [False, False]
     job.check(tmp_path / "run", tmp_path)
-
-
-PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "signs": lambda t: t.neg(),
-    "scale": lambda t: t * 2,
-    "rows change places": lambda t: t.flip(0),
-    "rows move on": lambda t: torch.cat([t[1:], t[:1]]),
-    "every other sign": lambda t: t * torch.tensor([1.0, -1.0] * 32).to(t.dtype),
-    "two columns": lambda t: t.index_fill(1, torch.tensor([3, 5]), 0),
-}
-
-
-@pytest.mark.parametrize("how", PLAIN)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
-def test_the_checksum_of_an_accelerator_sees_plain_changes(how: str, dtype: torch.dtype) -> None:
-    """The same function on the host: it mixes words, and does not only add them."""
-    for tensor in (torch.randn(64, 64), torch.ones(64, 64), torch.eye(64)):
-        tensor = tensor.to(dtype)
-        if not torch.equal(other := PLAIN[how](tensor), tensor):
-            assert int(mixed(other)) != int(mixed(tensor))
-    found = set()
-    for i in range(64):
-        for j in range(i):
-            pair = torch.ones(64).to(dtype)
-            pair[i], pair[j] = -1, -1
-            found.add(int(mixed(pair)))
-    assert len(found) == 64 * 63 // 2
-    zeros = [int(mixed(torch.zeros(n).to(dtype))) for n in range(1, 40)]
-    assert len(set(zeros)) == len(zeros)
 
 
 def test_a_parameter_may_become_an_inference_tensor(tmp_path: Path) -> None:

@@ -15,21 +15,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from ckpt_tools.core.checksum import crc64nvme, join_crc64
 from ckpt_tools.core.logs import log
 from ckpt_tools.engine.statistics import Moments
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.loop.saving.write import RankFile
+from ckpt_tools.loop.state.checksums import checksums_of
 from ckpt_tools.loop.state.optimizers import StateOwners
 from ckpt_tools.loop.state.shard_info import ShardInfo
-from ckpt_tools.loop.state.shards import as_bytes, local_part
+from ckpt_tools.loop.state.shards import local_part
 from ckpt_tools.loop.state.staging import Stager
 from ckpt_tools.loop.state.unchanged import memory_of, plainly
 from ckpt_tools.publish.base import Attempt, Destination, NoLinksError
@@ -38,10 +37,6 @@ LEAST_BYTES = 1 << 20  # of frozen shards on a rank: below, a file of their own 
 IMPOSSIBLE = "impossible"  # how a file was taken over: this store can neither link nor copy
 _MAX_CHANGES = 2  # a parameter that changes more often is not frozen, such as an average
 _MAX_SOURCES = 8  # steps that are remembered as a source of the file
-_PIECE_BYTES = 32 << 20  # of a shard, for one thread
-_WORDS = 1 << 24  # of a shard that an accelerator mixes at one time
-# odd numbers with about as many ones as zeros, as signed words
-_STEP, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
 class FrozenShards:
@@ -107,7 +102,7 @@ class FrozenShards:
             tensors: their values.
         """
         try:
-            found = digests_of(tensors, self._jobs)
+            found = checksums_of(tensors, self._jobs)
         except Exception:  # noqa: BLE001  such as no memory on the accelerator
             log.warning("frozen parameters are written: no checksum of them", exc_info=True)
             return ()
@@ -122,71 +117,6 @@ class FrozenShards:
                     )
             self._digests[name] = digest
         return tuple(found)
-
-
-def digests_of(tensors: Sequence[torch.Tensor], jobs: int) -> list[int]:
-    """Returns a checksum of the bytes of each tensor: its CRC-64/NVME if it lies on the host.
-
-    An accelerator computes one of its own where the tensor lies.
-    """
-    pieces: list[tuple[int, memoryview]] = []
-    found: list[list[tuple[int, int]]] = [[] for _ in tensors]
-    away: dict[int, torch.Tensor] = {}
-    for number, tensor in enumerate(tensors):
-        if tensor.device.type != "cpu":
-            away[number] = mixed(tensor)  # all are computed before one is waited for
-            continue
-        data = as_bytes(tensor)
-        if data is None:
-            data = as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
-        assert data is not None
-        starts = range(0, len(data), _PIECE_BYTES)
-        pieces += [(number, data[start : start + _PIECE_BYTES]) for start in starts]
-    if pieces:
-        with ThreadPoolExecutor(jobs, "ckpt-prove") as pool:
-            crcs = pool.map(crc64nvme, (piece for _, piece in pieces))
-            for (number, piece), crc in zip(pieces, crcs, strict=True):
-                found[number].append((crc, len(piece)))
-    values = list(map(join_crc64, found))
-    for number, value in away.items():
-        values[number] = int(value) & ((1 << 64) - 1)
-    return values
-
-
-def mixed(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a checksum of a tensor's bytes, computed where it lies: 0-d int64.
-
-    Each word of 8 bytes is added to a multiple of its position and mixed, and the results are
-    summed modulo 2**64. So values that change places, signs or scale change it, too.
-
-    Source of the mixing: Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-    2014, figure 14 (variant 13).
-    """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    num_words = flat.numel() // 8
-    body, rest = flat[: num_words * 8], torch.zeros(8, dtype=torch.uint8, device=flat.device)
-    rest[: flat.numel() - num_words * 8] = flat[num_words * 8 :]
-    if body.storage_offset() % 8 or body.data_ptr() % 8:
-        body = body.clone()
-    words = body.view(torch.int64)
-    length = torch.full((1,), flat.numel(), dtype=torch.int64, device=flat.device)
-    total = _mix(rest.view(torch.int64) + length * _STEP).sum()
-    for start in range(0, num_words, _WORDS):
-        part = words[start : start + _WORDS]
-        positions = torch.arange(start + 1, start + 1 + len(part), device=flat.device)
-        total = total + _mix(positions.mul_(_STEP).add_(part)).sum()
-    return total
-
-
-def _mix(words: torch.Tensor) -> torch.Tensor:
-    """Mixes words, so that each bit of the result depends on all bits."""
-    words = (words ^ _shifted(words, 30)) * _FIRST
-    words = (words ^ _shifted(words, 27)) * _SECOND
-    return words ^ _shifted(words, 31)
-
-
-def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
-    return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
 class LinkSource(NamedTuple):
@@ -269,7 +199,7 @@ class Unchanged:
         Raises:
             CheckpointError: they have changed since the save began.
         """
-        now = digests_of(self.tensors, jobs)
+        now = checksums_of(self.tensors, jobs)
         pairs = zip(self.known.shards, self.known.digests, now, strict=True)
         if wrong := [info.fqn for info, old, new in pairs if old != new]:
             raise CheckpointError(

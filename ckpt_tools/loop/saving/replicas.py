@@ -18,20 +18,18 @@ import torch
 from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.loop.state.checksums import checksums_of
 from ckpt_tools.loop.state.shard_info import ReplicaKind, ShardInfo
-from ckpt_tools.loop.state.shards import as_bytes
 from ckpt_tools.ranks.gloo import GlooGroup
 
 _TURNS_PER_REPLICA = (
     32  # a later save compares 1/32 of the bytes, divided by the number of replicas
 )
 _SLICED_BYTES = 16 << 20  # smaller shards are compared as a whole, when it is their turn
-_COLUMNS = 1 << 12
 _ABSENT = np.iinfo(np.int64).min
 _PIECE_BYTES = 32 << 20  # of values that two ranks compare
 _BITS = (1 << 62) - 1
 _NAMED = 4  # ranks that differ from the first one, in a message
-_MULTIPLIER = 0x5851F42D4C957F2D  # odd; Knuth's, as in MMIX
 
 
 class Proof(StrEnum):
@@ -164,7 +162,7 @@ class ReplicaProof:
             if turn and mine.kind is not ReplicaKind.LOCAL:
                 num_turns = _TURNS_PER_REPLICA * mine.num_holders
             parts = self._parts(mine, tensors, turn - 1, num_turns)
-            found[mine.number] = dict(zip(parts, digests([*parts.values()]), strict=True))
+            found[mine.number] = dict(zip(parts, checksums_of([*parts.values()]), strict=True))
         return found
 
     def _parts(
@@ -332,56 +330,3 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float]:
 
 
 # ---- checksums -----------------------------------------------------------------------------------
-
-
-def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Returns a number below 2**64 for each tensor; equal tensors on like devices have equal ones.
-
-    On the host it is the CRC-64 of the bytes. An accelerator computes its own, with one wait for
-    all tensors.
-    """
-    found = [0] * len(tensors)
-    away: dict[torch.device, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        if not tensor.numel():
-            continue
-        if tensor.device.type == "cpu":
-            data = as_bytes(tensor)
-            if data is None:
-                data = as_bytes(tensor.resolve_conj().resolve_neg().contiguous())
-            assert data is not None
-            found[number] = crc64nvme(data)
-        else:
-            away.setdefault(tensor.device, []).append(number)
-    for numbers in away.values():
-        values = torch.stack([digest_on_device(tensors[n]) for n in numbers]).tolist()
-        for number, value in zip(numbers, values, strict=True):
-            found[number] = value & ((1 << 64) - 1)
-    return found
-
-
-def digest_on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a checksum of a tensor's bits, computed where it lies: 0-d int64.
-
-    The words of 8 bytes form a table. The result is a weighted sum, modulo 2**64, of the sums of
-    its rows and of its columns. So the values are read twice, and nothing of their size is made.
-    The weights of rows are odd and those of columns even. So a change of one word has an odd
-    factor, and always changes the result.
-    """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    num_words = flat.numel() // 8
-    body = flat[: num_words * 8]
-    if body.storage_offset() % 8 or body.data_ptr() % 8:
-        body = body.clone()
-    words = body.view(torch.int64)
-    rest = torch.zeros(8, dtype=torch.uint8, device=flat.device)
-    rest[: flat.numel() - num_words * 8] = flat[num_words * 8 :]
-    num_rows = num_words // _COLUMNS
-    table = words[: num_rows * _COLUMNS].view(num_rows, _COLUMNS)
-    parts = [table.sum(1), table.sum(0), words[num_rows * _COLUMNS :], rest.view(torch.int64)]
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for part in parts:
-        is_even = part is parts[1]
-        weights = torch.arange(1, len(part) + 1, device=flat.device) * 2 + (not is_even)
-        total = total * _MULTIPLIER + (part * weights).sum()
-    return total

@@ -18,17 +18,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt_tools.core.box import Box
-from ckpt_tools.core.catalog import RAW, Catalog, TensorEntry
-from ckpt_tools.core.checksum import crc64nvme, hex64
-from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.catalog import Catalog, TensorEntry
 from ckpt_tools.core.naming import model_only
 from ckpt_tools.engine.execute import Alter
-from ckpt_tools.engine.kernels import cast
-from ckpt_tools.errors import FormatError, IntegrityError, PlanError, StorageError, printable
+from ckpt_tools.errors import FormatError, PlanError, StorageError, printable
 from ckpt_tools.formats.registry import Source, open_source
+from ckpt_tools.operations.small_tensors import Singles, read_singles
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.sealed_source import check_file, open_sealed
 from ckpt_tools.storage import read
@@ -54,7 +51,6 @@ _MAX_MODULE_CHARS = 512
 _MAX_MATCH_S = 60.0  # of processor time
 _WITH_PEFT = "load the base as the training did, and merge with PEFT (merge_and_unload)"
 _FUSED = ("qkv", "query_key_value", "c_attn", "gate_up")  # modules that hold several projections
-Matrix = npt.NDArray[np.float32]
 
 
 def read_lora(
@@ -87,7 +83,7 @@ def _read_lora(
     source: Source, manifest: Manifest | None, catalog: Catalog, model: Catalog
 ) -> tuple[dict[str, Alter], list[str]]:
     config = _config(source, manifest)
-    sides: dict[str, dict[str, Matrix]] = {}
+    sides: dict[str, dict[str, Singles]] = {}
     # the directory of a job also has an optimizer
     adapter = model_only(source.catalog)[0] if source.catalog.paths else source.catalog
     for fqn, entry in adapter.tensors.items():
@@ -214,7 +210,7 @@ class _Layout:
     """
 
     def __init__(
-        self, sides: Mapping[str, Mapping[str, Matrix]], catalog: Catalog, flag: bool
+        self, sides: Mapping[str, Mapping[str, Singles]], catalog: Catalog, flag: bool
     ) -> None:
         self._flag, self._model = flag, catalog
         self._taken: list[str] = []
@@ -408,7 +404,7 @@ def _patterns(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     return patterns
 
 
-def _matrix(source: Source, manifest: Manifest | None, entry: TensorEntry) -> Matrix:
+def _matrix(source: Source, manifest: Manifest | None, entry: TensorEntry) -> Singles:
     """Returns a matrix as float32.
 
     Raises:
@@ -420,27 +416,10 @@ def _matrix(source: Source, manifest: Manifest | None, entry: TensorEntry) -> Ma
             f"only LoRA of linear layers is merged: {printable(entry.fqn)!r} is {entry.dtype.name}"
             f" {list(entry.shape)}"
         )
-    extent = entry.chunks[0].extent
-    if len(entry.chunks) > 1 or extent.packing != RAW or extent.strides is not None:
-        raise PlanError(
-            f"an adapter whose matrices are split or not row-major: {printable(entry.fqn)!r}"
-            f" ({printable(source.path)})",
-            hint="write it anew: ckpt convert ADAPTER OUT --to peft --base ADAPTER",
-        )
-    data = np.frombuffer(read(source.store, extent.file, extent.start, extent.nbytes), np.uint8)
-    sealed = manifest.tensors.get(entry.fqn) if manifest is not None else None
-    if sealed is not None and hex64(crc64nvme(data)) != sealed.fingerprint:
-        raise IntegrityError(
-            f"a matrix of the adapter is not what was sealed: expected CRC-64 {sealed.fingerprint},"
-            f" got {hex64(crc64nvme(data))} ({printable(entry.fqn)!r})",
-            hint="ckpt verify names what is damaged; restore the file",
-        )
-    singles = np.empty(math.prod(entry.shape) * 4, np.uint8)
-    cast(data, entry.dtype, singles, BY_NAME["float32"])
-    return singles.view(np.float32).reshape(entry.shape)
+    return read_singles(source, entry, manifest)
 
 
-def _alter(entry: TensorEntry, a: Matrix, b: Matrix, scale: float, is_transposed: bool) -> Alter:
+def _alter(entry: TensorEntry, a: Singles, b: Singles, scale: float, is_transposed: bool) -> Alter:
     """Returns a function that adds `scale * B @ A` to a box of a weight."""
     if is_transposed:  # the weight is stored [in, out]
         a, b = b.T, a.T
@@ -455,7 +434,7 @@ def _alter(entry: TensorEntry, a: Matrix, b: Matrix, scale: float, is_transposed
             hint=None if entry.dtype.is_castable else f"the base is quantized there: {_WITH_PEFT}",
         )
 
-    def add(box: Box, values: Matrix) -> None:
+    def add(box: Box, values: Singles) -> None:
         rows, columns = box.slices()
         values += np.float32(scale) * (b[rows] @ a[:, columns])
 
