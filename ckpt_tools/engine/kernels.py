@@ -230,16 +230,16 @@ def to_float64(data: Bytes, dtype: DType) -> npt.NDArray[Any]:
         data: contiguous values.
         dtype: their type. An int64 beyond 2**53 is rounded.
     """
-    if dtype.name == "bfloat16":
-        with np.errstate(invalid="ignore"):  # a signalling NaN is one, too
+    with np.errstate(invalid="ignore"):  # a signalling NaN is one, too
+        if dtype.name == "bfloat16":
             wide = data.view(np.uint16).astype(np.uint32) << 16
             return wide.view(np.float32).astype(np.float64)
-    if dtype.name == "complex32":
-        return (data.view(np.float16).astype(np.float64)).view(np.complex128)
-    if dtype.name in _SMALL or dtype.name == "float8_e8m0fnu":
-        return _small_floats(dtype.name)[data]
-    words = data.view(_NUMBERS.get(dtype.name, np.uint8))
-    return words.astype(np.complex128 if words.dtype.kind == "c" else np.float64)
+        if dtype.name == "complex32":
+            return (data.view(np.float16).astype(np.float64)).view(np.complex128)
+        if dtype.name in _SMALL or dtype.name == "float8_e8m0fnu":
+            return _small_floats(dtype.name)[data]
+        words = data.view(_NUMBERS.get(dtype.name, np.uint8))
+        return words.astype(np.complex128 if words.dtype.kind == "c" else np.float64)
 
 
 _DOT_NUMEL = 1 << 13  # OpenBLAS uses several threads from 10,000 elements on

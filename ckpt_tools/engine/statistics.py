@@ -41,6 +41,7 @@ class Moments:
     and less than twice that; None if that was not asked for. `lost` then has for each type of
     `SHORT_TYPES` how many of them it makes zero, and how many too large. `num_compared` elements
     are finite now and were so before; `sum_change` is the sum of the squares of their changes.
+    `only` are the bytes of the one value that all elements have; None if there are several.
     """
 
     numel: int = 0
@@ -53,9 +54,12 @@ class Moments:
     lost: Counts | None = None
     num_compared: int = 0
     sum_change: Any = 0.0
+    only: bytes | None = None
 
     def add(self, other: Moments) -> None:
         """Adds another part."""
+        if other.numel and (not self.numel or self.only != other.only):
+            self.only = None if self.numel else other.only
         self.numel += other.numel
         self.sum_squares += other.sum_squares
         self.max_abs = max(self.max_abs, other.max_abs)
@@ -158,7 +162,16 @@ def _measure_block(data: Bytes, dtype: DType, with_exponents: bool) -> Moments:
         infs,
         _exponents(values) if with_exponents else None,
         _lost(np.abs(values), None) if with_exponents else None,
+        only=_only_value(data, dtype.itemsize),
     )
+
+
+def _only_value(data: Bytes, itemsize: int) -> bytes | None:
+    """Returns the bytes of the one value that all elements have; None if there are several."""
+    first = data[:itemsize].tobytes()
+    if data[itemsize : 2 * itemsize].tobytes() not in (first, b""):
+        return None  # almost always, so that the rest is seldom compared
+    return None if np.any(data[itemsize:] != data[:-itemsize]) else first
 
 
 def sum_squares(values: npt.NDArray[np.float64]) -> Any:
@@ -278,6 +291,7 @@ def _measure_codes(data: Bytes, dtype: DType, with_exponents: bool) -> Moments:
         if with_exponents
         else None,
         _lost(table.magnitudes, used) if with_exponents else None,
+        only=words[:1].tobytes() if int(counts.max()) == len(words) else None,
     )
 
 
@@ -297,8 +311,7 @@ class _Codes:
 def _codes(name: str) -> _Codes:
     dtype = BY_NAME[name]
     patterns = np.arange(1 << dtype.bits, dtype=np.uint8 if dtype.itemsize == 1 else np.uint16)
-    with np.errstate(invalid="ignore"):  # signalling NaN
-        values = to_float64(patterns.view(np.uint8), dtype)
+    values = to_float64(patterns.view(np.uint8), dtype)
     is_finite = np.isfinite(values)
     magnitudes = np.where(is_finite, np.abs(values), 0.0)
     exponents = (magnitudes.view(np.uint64) >> np.uint64(52)).astype(np.int64)
