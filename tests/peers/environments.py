@@ -7,6 +7,7 @@ with.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import site
@@ -147,3 +148,9 @@ def run_job(peer: str, num_ranks: int, script: str, *arguments: object) -> None:
     ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+
+
+if __name__ == "__main__":  # installs all, while other tests run
+    for peer in _PEERS:
+        with contextlib.suppress(pytest.skip.Exception):  # the test that needs it says why
+            python_of(peer)
