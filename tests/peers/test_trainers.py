@@ -43,6 +43,12 @@ HOSTS = {
 }
 
 
+def consoles(page: str) -> list[str]:
+    """Returns the console blocks of a how-to."""
+    text = (jobs.ROOT / "docs" / "how-to" / page).read_text()
+    return re.findall(r"^```console\n(.*?)^```$", text, re.M | re.S)
+
+
 def command(host: str, num_ranks: int, out: Path, wanted: dict[str, Any]) -> list[str]:
     peer, script, _ = HOSTS[host]
     words = [JOBS / script, out, json.dumps({"ranks": num_ranks, **wanted})]
@@ -267,10 +273,13 @@ def test_the_ways_back_of_the_how_to(tmp_path: Path) -> None:
 
     wanted, step = {"steps": 10, "fsdp": 2}, tmp_path / "ours" / "checkpoint-5"
     run("transformers", 2, tmp_path / "ours", wanted)
-    ckpt_tools.convert(step, tmp_path / "stock" / "checkpoint-5", to="accelerate")
-    stock = tmp_path / "stock" / "checkpoint-5"
-    (stock / "scheduler.bin").rename(stock / "scheduler.pt")
-    shutil.copy(step / "trainer_state.json", stock)
+    (lines,) = consoles("transformers.md")
+    lines = lines.replace("checkpoint-500", step.name).replace("stock/", f"{tmp_path}/stock/")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ckpt").write_text(f'exec {sys.executable} -m ckpt_tools "$@"')
+    (tmp_path / "bin" / "ckpt").chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    subprocess.run(["bash", "-ec", lines], env=environment(PATH=path), cwd=step.parent, check=True)
     run("transformers", 2, tmp_path / "stock", {**wanted, "stock": True, "resume": True})
     want = losses(tmp_path / "ours")["losses.txt"]
     assert losses(tmp_path / "stock")["losses.txt"] == {n: w for n, w in want.items() if n > 5}
@@ -494,7 +503,8 @@ def test_a_seed_of_torchtitan_is_the_same_on_any_number_of_ranks(tmp_path: Path)
 
 # ---- verl ----------------------------------------------------------------------------------------
 
-OURS = {"CKPT_VERL": "1"}
+EXPORTS = dict(re.findall(r"(?m)^export (\w+)=(\S+)$", "".join(consoles("verl.md"))))
+OURS = {"CKPT_VERL": EXPORTS["CKPT_VERL"]}
 needs_verl = pytest.mark.skipif(not LONG, reason="600 MB to install: CKPT_LONG=1")
 
 
@@ -541,15 +551,15 @@ def test_verl_killed_during_a_save_has_the_losses_of_one_that_was_not(
 def test_verl_saves_an_adapter_alone_and_in_a_bucket(tmp_path: Path) -> None:
     (tmp_path / "server").mkdir()
     with running("moto", tmp_path / "server") as server:
-        files = server.bucket("runs")
-        more = {**server.environment, **OURS, "CKPT_VERL_ROOT": "s3://runs/a"}
+        files = server.bucket("bucket")
+        more = {**server.environment, **EXPORTS}
         wanted = {"steps": 4, "lora": True, "config": {"save_lora_only": True}, "keep": 1}
         run("verl", 2, tmp_path / "whole", {**wanted, "steps": 6}, **OURS)
         run("verl", 2, tmp_path / "part", wanted, **more)
         run("verl", 2, tmp_path / "part", {**wanted, "steps": 6, "from": 4}, **more)
         assert losses(tmp_path / "part") == losses(tmp_path / "whole")
         assert not list((tmp_path / "part").glob("global_step_*"))
-        assert sorted(p.rpartition("/")[2] for p in files.ls("runs/a", refresh=True)) == [
+        assert sorted(p.rpartition("/")[2] for p in files.ls("bucket/run", refresh=True)) == [
             "global_step_4",  # verl forgets, when it starts again, what it saved before
             "global_step_6",
         ]
