@@ -7,7 +7,8 @@ import operator
 import os
 from collections.abc import Callable
 
-from ckpt_tools.loop.options import check_number
+from ckpt_tools.core.counts import check_count
+from ckpt_tools.loop.options import check_seconds
 from ckpt_tools.publish.step_names import number_in
 from ckpt_tools.storage import check_url, is_url
 
@@ -53,13 +54,6 @@ def check_choice(step: int | None, path: object) -> int | None:
     return None if step is None else check_step(step)
 
 
-def _check_keep_last(keep_last: int | None) -> None:
-    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-        raise ValueError(
-            f"keep_last: expected at least 1, or None to keep all steps, got {keep_last!r}"
-        )
-
-
 def check_manager(
     root: str | os.PathLike[str],
     keep_last: int | None,
@@ -69,8 +63,8 @@ def check_manager(
 ) -> None:
     if is_url(root):
         check_url(root)
-    _check_keep_last(keep_last)
-    check_number("save_every", save_every, 1)
-    check_number("save_every_s", save_every_s, 0)
+    check_count("keep_last", keep_last, ValueError, none="to keep all steps")
+    check_count("save_every", save_every, ValueError, none="")
+    check_seconds("save_every_s", save_every_s)
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s: expected a number of seconds above 0, got {timeout_s!r}")

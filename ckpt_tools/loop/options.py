@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch.distributed as dist
 
+from ckpt_tools.core.counts import check_count
 from ckpt_tools.core.threads import MAX_THREADS
 from ckpt_tools.loop.saving.replicas import Proof
 from ckpt_tools.publish.step_names import STEP_PATTERNS
@@ -21,15 +22,14 @@ from ckpt_tools.storage import check_url, is_url
 from ckpt_tools.version import GONE_IN
 
 
-def check_number(name: str, value: float | None, least: int) -> None:
-    """Refuses a number that is too small; None is allowed.
+def check_seconds(name: str, value: float | None) -> None:
+    """Refuses what is no number of at least 0; None is allowed.
 
     Raises:
-        ValueError: `value` is below `least`. With 0 for `least`, it may have a fraction.
+        ValueError: it is none.
     """
-    is_number = type(value) is int or (least == 0 and type(value) is float)
-    if value is not None and (not is_number or not value >= least):
-        raise ValueError(f"{name}: expected a number of at least {least}, got {value!r}")
+    if value is not None and (type(value) not in (int, float) or not value >= 0):
+        raise ValueError(f"{name}: expected a number of at least 0, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Mirror:
                 f" {self.url!r} is a path"
             )
         check_url(self.url)
-        check_number("mirror.every", self.every, 1)
+        check_count("mirror.every", self.every, ValueError, none="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Writing:
         """
         for name in ("jobs", "background_jobs"):
             number = getattr(self, name)
-            check_number(name, number, 1)
+            check_count(name, number, ValueError, none="")
             if number is not None and number > MAX_THREADS:
                 raise ValueError(f"{name}: expected at most {MAX_THREADS}, got {number!r}")
         limit = 1 if self.max_mbps is None else self.max_mbps
@@ -164,9 +164,8 @@ class Outages:
         """
         if self.retry_s is None:
             raise ValueError("retry_s: expected a number of at least 0, got None")
-        check_number("retry_s", self.retry_s, 0)
-        if type(self.max_failures) is not int or self.max_failures < 1:
-            raise ValueError(f"max_failures: expected at least 1, got {self.max_failures!r}")
+        check_seconds("retry_s", self.retry_s)
+        check_count("max_failures", self.max_failures, ValueError)
 
 
 class OldOptions(TypedDict, total=False):

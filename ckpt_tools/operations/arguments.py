@@ -50,7 +50,7 @@ def _is_tolerance(value: Any) -> bool:
 
 
 _PATH = _Kind("a path or a URL that is not empty", _is_path)
-_COUNT = _Kind("a whole number, at least 1", _is_count)
+_COUNT = _Kind("a whole number of at least 1", _is_count)
 _FLAG = _Kind("True or False", lambda value: isinstance(value, bool))
 _TEXTS = _Kind("a list of texts", _are_texts)
 _TEXT = _Kind("a text", lambda value: isinstance(value, str))

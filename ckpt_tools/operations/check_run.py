@@ -12,6 +12,7 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any, NamedTuple
 
+from ckpt_tools.core.counts import check_count
 from ckpt_tools.core.naming import is_norm_buffer
 from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.operations.arguments import checked
@@ -101,9 +102,8 @@ def check_steps(
     storage_options: Mapping[str, Any] | None,
 ) -> tuple[list[RunProblem], list[Step]]:
     """Returns the problems of a run's steps, as `check_run` does, and the steps."""
-    for name, value, least in (("unchanged_steps", unchanged_steps, 2), ("every", every, 1)):
-        if value is not None and (type(value) is not int or value < least):
-            raise PlanError(f"{name}: expected a whole number of at least {least}, got {value!r}")
+    check_count("unchanged_steps", unchanged_steps, PlanError, least=2)
+    check_count("every", every, PlanError, none="")
     if isinstance(jump, bool) or not isinstance(jump, Real) or not jump > 1:
         raise PlanError(f"jump: expected a number above 1, got {jump!r}")
     steps = list_steps(open_root(root, storage_options))

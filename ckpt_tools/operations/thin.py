@@ -14,6 +14,7 @@ from typing import Any, Unpack
 
 from ckpt_tools.core.box import whole
 from ckpt_tools.core.catalog import Catalog
+from ckpt_tools.core.counts import check_count
 from ckpt_tools.core.naming import find_optimizers, is_other_state, key_path, shortest_names
 from ckpt_tools.core.selection import check_globs, keep, matcher, refuse_unread
 from ckpt_tools.errors import (
@@ -129,9 +130,8 @@ def thin(
         PlanError: a number is less than 1, or a glob matches nothing.
         StorageError: another job holds the run.
     """
-    for name, value in (("keep_full", keep_full), ("keep_every", keep_every)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise PlanError(f"{name}: expected a whole number of at least 1, got {value!r}")
+    check_count("keep_full", keep_full, PlanError)
+    check_count("keep_every", keep_every, PlanError, none="")
     if dtype is not None:
         dtype_by_name(dtype)
     where = open_root(root, options.get("storage_options"))

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ckpt_tools.core.counts import check_count
 from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.run.base import RunRoot
 from ckpt_tools.run.step import Step, lasting_damage, refuse_unreadable
@@ -48,12 +49,7 @@ class Retention:
 
     def __post_init__(self) -> None:
         for name in ("last", "every", "best", "full"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(
-                    f"{name}: expected a whole number of at least 1, or None for no such rule,"
-                    f" got {value!r}"
-                )
+            check_count(name, getattr(self, name), ValueError, none="for no such rule")
         for name in ("every_s", "younger_s"):
             value = getattr(self, name)
             if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):

@@ -61,7 +61,7 @@ def test_threads_share_a_limit() -> None:
         ({"max_mbps": float("inf")}, "max_mbps: expected a number above 0, got inf"),
         ({"max_mbps": float("nan")}, "max_mbps: expected a number above 0, got nan"),
         ({"max_mbps": "10"}, "max_mbps: expected a number above 0, got '10'"),
-        ({"background_jobs": 0}, "background_jobs: expected a number of at least 1, got 0"),
+        ({"background_jobs": 0}, "background_jobs: expected a whole number of at least 1, got 0"),
     ],
 )
 def test_limits_out_of_range_are_refused(

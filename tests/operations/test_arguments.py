@@ -58,12 +58,12 @@ def test_a_keyword_that_is_none_is_refused(
     [
         (
             lambda s, d: ckpt_tools.reshard(s, d, to_ranks="4"),
-            "reshard: to_ranks must be a whole number, at least 1; got '4' of type str",
+            "reshard: to_ranks must be a whole number of at least 1; got '4' of type str",
         ),
         (lambda s, d: ckpt_tools.reshard(s, d, to_ranks=True), "to_ranks must be a whole number"),
         (
             lambda s, d: ckpt_tools.reshard(s, d, to_ranks=0),
-            "to_ranks must be a whole number, at least 1; got 0",
+            "to_ranks must be a whole number of at least 1; got 0",
         ),
         (
             lambda s, d: ckpt_tools.reshard(s, d, to_ranks=2, from_ranks=1.0),
@@ -82,8 +82,8 @@ def test_a_keyword_that_is_none_is_refused(
             lambda s, d: ckpt_tools.merge(s, d, overwrite="no"),
             "overwrite must be True or False; got 'no'",
         ),
-        (lambda s, d: ckpt_tools.merge(s, d, jobs=0), "jobs must be a whole number, at least 1"),
-        (lambda s, d: ckpt_tools.merge(s, d, jobs=-1), "jobs must be a whole number, at least 1"),
+        (lambda s, d: ckpt_tools.merge(s, d, jobs=0), "jobs must be a whole number of at least 1"),
+        (lambda s, d: ckpt_tools.merge(s, d, jobs=-1), "jobs must be a whole number of at least 1"),
         (
             lambda s, d: ckpt_tools.merge("", d),
             "src must be a path or a URL that is not empty; got ''",

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt_tools.core.counts import check_count
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, PlanError, StorageError, printable
 from ckpt_tools.loop.steps.waiting import wait_for_thread, with_hint
@@ -43,8 +44,7 @@ class HuggingFace:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.every is not None and (type(self.every) is not int or self.every < 1):
-            raise ValueError(f"every: expected a number of at least 1, got {self.every!r}")
+        check_count("every", self.every, ValueError, none="")
         if self.base is not None and not is_url(self.base):
             # the job may change its working directory
             object.__setattr__(self, "base", os.path.abspath(self.base))

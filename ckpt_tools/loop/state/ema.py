@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt_tools.core.counts import check_count
 from ckpt_tools.core.naming import strip_wrappers
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.state.late_staging import hold_all
@@ -80,8 +81,7 @@ class Ema:
             raise TypeError(f"model: expected a module, got a {type(model).__name__}")
         if not 0 <= decay < 1:
             raise ValueError(f"decay: expected a number from 0 to below 1, got {decay!r}")
-        if type(every) is not int or every < 1:
-            raise ValueError(f"every: expected a number of at least 1, got {every!r}")
+        check_count("every", every, ValueError)
         self.decay, self.every, self.num_updates = decay, every, 0
         self._params: dict[str, nn.Parameter] = {}
         for name, parameter in model.named_parameters():

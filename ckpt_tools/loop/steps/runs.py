@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt_tools.core.counts import check_count
 from ckpt_tools.errors import PlanError
 from ckpt_tools.loop.steps.retention import Pruned, prune_steps
 from ckpt_tools.operations.arguments import checked
@@ -92,9 +93,8 @@ def prune(
     """
     if (keep_last is None) == (retention is None) or (retention and keep_every is not None):
         raise PlanError("expected keep_last, or retention in its place")
-    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise PlanError(f"{name}: expected a whole number of at least 1, got {value!r}")
+    check_count("keep_last", keep_last, PlanError, none="")
+    check_count("keep_every", keep_every, PlanError, none="")
     rules = Retention(keep_last, keep_every) if retention is None else retention
     check_rules(rules)
     if rules.full is not None:
