@@ -35,7 +35,7 @@ def run_command(
     *words: object,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
-    timeout: float = 120,
+    timeout: float = 400,
 ) -> subprocess.CompletedProcess[str]:
     """Runs `ckpt WORDS` and returns its exit status and output.
 

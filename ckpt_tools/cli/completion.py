@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from typer import Context
+
 DTYPES = ("bf16", "fp16", "fp32", "fp64")
 
 
@@ -35,6 +37,27 @@ def layouts(incomplete: str) -> list[str]:
     from ckpt_tools.operations.convert.targets import TARGETS
 
     return _starting(TARGETS, incomplete)
+
+
+def metrics(context: Context, incomplete: str) -> list[str]:
+    """Returns the metrics of the run on the command line; none of a run in a bucket.
+
+    There, each press of a key would cost requests.
+    """
+    from ckpt_tools.errors import CheckpointError
+    from ckpt_tools.run.retention import metrics_of
+    from ckpt_tools.run.roots import open_root
+    from ckpt_tools.run.steps import list_steps
+    from ckpt_tools.storage import is_url
+
+    # an option without a value ends the parser before it names the arguments
+    root = context.params.get("root") or next(iter(context.args), "")
+    if not root or is_url(root):
+        return []
+    try:
+        return _starting(metrics_of(list_steps(open_root(root))), incomplete)
+    except CheckpointError:
+        return []
 
 
 def maps(incomplete: str) -> list[str]:

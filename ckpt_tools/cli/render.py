@@ -533,7 +533,8 @@ def _show_leftovers(leftovers: Sequence[Leftover], verb: str) -> None:
         if left.problem:
             print(f"could not look at {printable(left.url)}: {left.problem}", file=sys.stderr)
         else:
-            print(f"{verb} {printable(left.url)}  what a dead job left")
+            size = f"{format_size(left.nbytes)}, " if left.nbytes is not None else ""
+            print(f"{verb} {printable(left.url)}  {size}what a dead job left")
 
 
 def pruned_as_json(
@@ -552,6 +553,7 @@ def pruned_as_json(
         "freed_nbytes": result.freed_nbytes,
         **reasons,
         "leftovers": [left.url for left in leftovers if not left.problem],
+        "leftover_nbytes": sum(left.nbytes or 0 for left in leftovers),
         "is_dry_run": is_dry_run,
     }
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt_tools.cli.completion import metrics
 from ckpt_tools.cli.options import Root, Shared, parse_period, shares
 from ckpt_tools.cli.process import fail
 from ckpt_tools.errors import (
@@ -37,6 +38,7 @@ Metric = Annotated[
         metavar="NAME",
         help="A metric that the steps were saved with.",
         show_default=False,
+        autocompletion=metrics,
     ),
 ]
 HigherIsBetter = Annotated[
@@ -183,6 +185,7 @@ def latest(
             metavar="METRIC",
             help="The best step by a metric of save(metrics=…) instead of the newest.",
             show_default=False,
+            autocompletion=metrics,
         ),
     ] = None,
     higher_is_better: HigherIsBetter = False,

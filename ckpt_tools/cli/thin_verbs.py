@@ -8,7 +8,7 @@ import typer
 
 from ckpt_tools.cli.options import Root, Shared, dtype_option, shares
 from ckpt_tools.cli.run_verbs import Price
-from ckpt_tools.errors import IntegrityError, StorageError, printable
+from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable
 
 KeptDtype = Annotated[str | None, dtype_option("Also cast the tensors that stay.")]
 DryRunOfThin = Annotated[
@@ -62,8 +62,8 @@ def thin(
 
     A thinned step is complete and sealed. It takes the place of the full one in one instant. Pinned
     steps, and steps with files that no save wrote, stay full. No job may be saving to ROOT. Exit
-    status 14 if a step is damaged, 15 if one cannot be thinned for another reason: it is as it was,
-    and the others are thinned.
+    status 14 if a step is damaged, 13 if --drop or --dtype does not fit one, 15 if one cannot be
+    thinned for another reason: it is as it was, and the others are thinned.
     """
     from ckpt_tools.cli import render
     from ckpt_tools.operations.thin import thin as operation
@@ -94,5 +94,7 @@ def thin(
             )
     if result.damaged:
         raise typer.Exit(IntegrityError.exit_code)
-    if result.failed or any(step.stays for step in result.thinned):
+    if len(result.failed) > len(result.unfit) or any(step.stays for step in result.thinned):
         raise typer.Exit(StorageError.exit_code)
+    if result.unfit:
+        raise typer.Exit(PlanError.exit_code)

@@ -112,25 +112,30 @@ def matcher(globs: Iterable[str]) -> Callable[[str], bool]:
     return lambda name: joined is not None and joined.match(name) is not None
 
 
-def check_globs(globs: Iterable[str], names: Sequence[str], what: str) -> None:
+def check_globs(
+    globs: Iterable[str], names: Sequence[str], what: str, left_out: Sequence[str] = ()
+) -> None:
     """Refuses globs that match no name.
 
     Args:
         globs: as for `matcher`.
         names: all names that they may match.
         what: the option, for the message.
+        left_out: names that the operation leaves out before it looks at the globs.
 
     Raises:
-        PlanError: a glob matches nothing; the hint lists the nearest names.
+        PlanError: a glob matches nothing; the hint says why, or lists the nearest names.
     """
     names = list(dict.fromkeys(names))
     for glob in globs:
         wanted = matcher([glob])
         if not any(map(wanted, names)):
             shown = ", ".join(map(printable, _nearest(glob, names))) or "there are none"
+            hint = f"the nearest names: {shown}"
+            if gone := next(filter(wanted, left_out), ""):
+                hint = f"only the model is written, and {printable(gone)!r} is not a part of it"
             raise PlanError(
-                f"{what} matches none of {len(names)} names: {printable(glob)!r}",
-                hint=f"the nearest names: {shown}",
+                f"{what} matches none of {len(names)} names: {printable(glob)!r}", hint=hint
             )
 
 

@@ -23,6 +23,7 @@ from ckpt_tools.storage.local import NO_FILE
 from ckpt_tools.storage.one_file import folder_of
 
 _MOST = 100  # entries that are opened
+_SHOWN = 6  # other checkpoints that a note names
 RUN, STEP, FOLDER, FILE, LINK = "run", "step", "folder", "file", "link"
 
 
@@ -108,6 +109,17 @@ def others_at(src: str | os.PathLike[str], store: Store) -> list[str]:
         return [name for name in LocalStore(where).list_files() if suffix_of(name)]
     names = folder.folders()
     return [f"{n}/" for n in names if number_in(n) is not None or has_steps(folder, n)]
+
+
+def note_on_others(src: str | os.PathLike[str], store: Store) -> list[str]:
+    """Returns a note on the other checkpoints at a path, which an operation leaves alone.
+
+    It looks only on a disk, since each look in a bucket costs a request. The arguments are those of
+    `others_at`.
+    """
+    others = [] if store.capabilities.is_remote else others_at(src, store)
+    some = printable(", ".join(others[:_SHOWN]) + " …" * (len(others) > _SHOWN))
+    return [f"not looked at: {some}"] if others else []
 
 
 def _link(name: str, target: str) -> Entry:

@@ -38,6 +38,7 @@ from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert import lora as adapters
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.dequantize import dequantize
+from ckpt_tools.operations.folder import note_on_others
 from ckpt_tools.operations.side_files import left_beside
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.destinations import open_destination
@@ -131,6 +132,7 @@ def merge(
         *uncast(catalog.tensors.values(), dtype),
         *unknown_values(source.catalog, only_model=True),
         *left_beside(source.catalog),
+        *note_on_others(src, source.store),
     ]
     if source.is_remote:  # the store may copy the long tensors on the server
         request = replace(request, small_first=target.min_part_bytes)
@@ -207,7 +209,8 @@ def reshard(
             "reshard", source, catalog, _destination(dst, options), dcp, request, options
         )
     )
-    return replace(result, notes=(*result.notes, *unknown_values(catalog), *left_beside(catalog)))
+    notes = (*unknown_values(catalog), *left_beside(catalog), *note_on_others(src, source.store))
+    return replace(result, notes=(*result.notes, *notes))
 
 
 def unknown_values(catalog: Catalog, only_model: bool = False) -> list[str]:
@@ -271,8 +274,10 @@ def select_from(
     is_chosen = chooser(select, exclude)
     kept = keep(catalog, lambda fqn: is_chosen(fqn, stored.get(fqn, fqn)))
     names = list(dict.fromkeys([*catalog.tensors, *stored.values(), *catalog.unread]))
-    check_globs(select, names, "--select")
-    check_globs(exclude, names, "--exclude")
+    written = {*names, *original.unread}
+    rest = [name for name in (*original.tensors, *original.objects) if name not in written]
+    check_globs(select, names, "--select", rest)
+    check_globs(exclude, names, "--exclude", rest)
     return kept
 
 

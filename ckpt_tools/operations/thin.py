@@ -81,7 +81,7 @@ class ThinResult:
         kept: path of each full step that stays full, with the reason.
         failed: path of each step that could not be thinned, or read, with the error. It is as it
             was.
-        damaged: those of them that failed because they are damaged.
+        damaged, unfit: those of them that are damaged, and those that the request does not fit.
         is_dry_run: whether nothing was written.
     """
 
@@ -89,7 +89,16 @@ class ThinResult:
     kept: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     damaged: list[str] = field(default_factory=list)
+    unfit: list[str] = field(default_factory=list)
     is_dry_run: bool = False
+
+    def fail(self, step: Step, error: CheckpointError) -> None:
+        """Adds a step that could not be thinned."""
+        self.failed[str(step.path)] = str(error)
+        if isinstance(error, IntegrityError):
+            self.damaged.append(str(step.path))
+        elif isinstance(error, PlanError):
+            self.unfit.append(str(step.path))
 
     @property
     def freed_nbytes(self) -> int:
@@ -196,9 +205,7 @@ def thin_steps(
                     found = _thin_one(step, source, drop, dtype, options, result.is_dry_run)
                 alike[key] = found
         except CheckpointError as error:
-            result.failed[str(step.path)] = str(error)
-            if isinstance(error, IntegrityError):
-                result.damaged.append(str(step.path))
+            result.fail(step, error)
             continue
         if isinstance(found, ThinnedStep):
             result.thinned.append(replace(found, number=step.number, path=str(step.path)))

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 from ckpt_tools.errors import IntegrityError, PlanError, printable, redacted
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.operations.folder import others_at
+from ckpt_tools.operations.folder import note_on_others
 from ckpt_tools.operations.verification import Finding, Verification
 from ckpt_tools.publish.check_manifest import Problem
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
@@ -57,9 +57,6 @@ class VerifyResult:
     notes: Sequence[str] = ()
     findings: Sequence[Finding] = field(default_factory=list)
     seconds: float = 0.0
-
-
-_SHOWN = 6  # other checkpoints that are named
 
 
 def step_damage(
@@ -115,10 +112,7 @@ def verify(
             hint="ckpt seal adds one",
         )
     check_agreement(group, (sorted(work.sizes.items()), work.manifest))
-    # in a bucket, each look costs a request
-    if others := [] if work.is_remote else others_at(src, work.store):
-        some = printable(", ".join(others[:_SHOWN]) + " …" * (len(others) > _SHOWN))
-        work.notes.append(f"not looked at: {some}")
+    work.notes += note_on_others(src, work.store)
     began = time.monotonic()
     problems, unknown = work.compare(quick) if work.manifest else work.examine_all(quick)
     if not problems and not work.num_entries and not (work.catalog and work.catalog.unread):

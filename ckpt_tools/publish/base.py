@@ -33,12 +33,14 @@ OLD_FILES_STAY = "files of what was there before could not be removed"  # begins
 class Leftover(NamedTuple):
     """Unfinished work of a dead job: a path, or the URL of an object or upload, and its kind.
 
-    `problem` tells why it could not be looked at, or removed; "" if it was removed.
+    `problem` tells why it could not be looked at, or removed; "" if it was removed. `nbytes` are
+    the bytes that were freed; None if they are unknown, as of an upload.
     """
 
     url: str
     what: str
     problem: str = ""
+    nbytes: int | None = None
 
 
 class RootLock(Protocol):

@@ -129,9 +129,8 @@ class LocalRoot:
 
     def remove_leftovers(self, grace_s: float = GRACE_S, dry_run: bool = False) -> list[Leftover]:
         del grace_s
-        return [
-            Leftover(str(path), "directory") for path in remove_dead(self.path, dry_run=dry_run)
-        ]
+        dead = remove_dead(self.path, dry_run=dry_run)
+        return [Leftover(str(path), "directory", nbytes=n) for path, n in dead.items()]
 
     def has_file(self, name: str) -> bool:
         return os.path.lexists(self.path / name)

@@ -146,6 +146,11 @@ def has_metric(root: RunRoot, metric: str) -> bool:
     return any(step.manifest and metric in step.manifest.metrics for step in list_steps(root))
 
 
+def metrics_of(steps: Iterable[Step]) -> list[str]:
+    """Returns the names of the metrics that some steps were saved with, sorted."""
+    return sorted({name for step in steps if step.manifest for name in step.manifest.metrics})
+
+
 def refuse_unknown_metric(root: RunRoot, metric: str) -> list[Step]:
     """Returns the steps of a run, if one of them was saved with a metric of this name.
 
@@ -156,7 +161,7 @@ def refuse_unknown_metric(root: RunRoot, metric: str) -> list[Step]:
     steps = list_steps(root)
     if not steps:
         raise no_steps(str(root.path))
-    known = sorted({n for step in steps if step.manifest for n in step.manifest.metrics})
+    known = metrics_of(steps)
     if metric not in known:
         refuse_unreadable(steps, f"whether a step has the metric {printable(metric)!r}")
         raise PlanError(

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from ckpt_tools import CheckpointManager
 from ckpt_tools.cli.help import VERBS
 from ckpt_tools.cli.man import page
 from tests.jobs import ROOT
@@ -51,7 +53,7 @@ def completed(line: str, cwd: Path) -> set[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=600,
     )
     assert "-o default" in done.stderr  # with no words of ours, bash completes paths
     return set(done.stdout.split())
@@ -73,3 +75,15 @@ def completed(line: str, cwd: Path) -> set[str]:
 )
 def test_bash_completes(line: str, words: set[str], tmp_path: Path) -> None:
     assert completed(line, tmp_path) == words
+
+
+@pytest.mark.parametrize(
+    "line", ["ckpt latest run --best ", "ckpt prune run --keep-best 2 --metric "]
+)
+def test_bash_completes_the_metrics_of_a_run(line: str, tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", keep_last=None) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(2)}, metrics={"loss": 1.0, "accuracy": 0.5})
+        checkpoints.save(2, {"w": torch.ones(2)}, metrics={"loss": 1.0})
+    assert completed(line, tmp_path) == {"loss", "accuracy"}
+    assert completed(f"{line}l", tmp_path) == {"loss"}
+    assert completed(line.replace(" run ", " s3://bucket/run "), tmp_path) == set()

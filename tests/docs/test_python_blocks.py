@@ -216,6 +216,6 @@ def test_a_block_runs_as_it_is_printed(page: str, bucket: Server, tmp_path: Path
             env=os.environ | bucket.environment | {"PYTHONPATH": PYTHON_PATH},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
         assert done.returncode == 0, text + done.stdout[-2000:] + done.stderr[-4000:]

@@ -5,7 +5,9 @@ whole, and the new for sure once it was said so.
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ from ckpt_tools import CheckpointManager
 from ckpt_tools.publish.disk.staging import restore_aside
 from ckpt_tools.run.roots import open_root
 from ckpt_tools.run.steps import find_latest
+from tests.command import run_command
 from tests.faults.crashes import Disk, crash, record
 from tests.jobs import LONG
 
@@ -200,6 +203,26 @@ def test_what_is_pruned_goes_and_the_newest_stays(tmp_path: Path) -> None:
         assert all(contents(path) == right[path.name] for path in (folder / "run").glob("step-*"))
 
     crash(disk, STATES, 3, tmp_path, check)
+
+
+def test_prune_tells_the_bytes_that_a_dead_job_left(tmp_path: Path) -> None:
+    code = f"""
+import os, pathlib
+from ckpt_tools.publish.disk.staging import staging
+with staging(pathlib.Path({str(tmp_path)!r}) / "run" / "step-00000009", "a" * 32) as place:
+    (place.path / "x").write_bytes(b"x" * 50_000)
+    os.link({str(tmp_path / "other")!r}, place.path / "shared")
+    os._exit(1)
+"""
+    (tmp_path / "other").write_bytes(b"y" * 50_000)
+    ckpt_tools.save(tmp_path / "run" / "step-00000001", {"w": torch.ones(4)})
+    subprocess.run([sys.executable, "-c", code])
+    for more, verb in ((["--dry-run"], "would remove"), ([], "removed")):
+        done = run_command("prune", tmp_path / "run", "--keep-last", "1", *more)
+        (line,) = [line for line in done.stdout.splitlines() if "what a dead job left" in line]
+        size = re.search(r"  ([\d.]+) KB, what", line)
+        assert line.startswith(verb) and size and 50_000 <= float(size[1]) * 1024 < 60_000
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["step-00000001"]
 
 
 @pytest.mark.parametrize("kind", ["files", "folders"])

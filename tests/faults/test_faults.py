@@ -300,14 +300,14 @@ def test_a_staging_directory_that_is_taken_for_a_dead_ones_is_made_again(
     def late(path: Any, *args: Any, **kwargs: Any) -> int:
         if Path(path).name.startswith(".tmp.out") and not removed:
             removed.append(path)
-            assert local.remove_dead(work) == [Path(path)]
+            assert [*local.remove_dead(work)] == [Path(path)]
         return opened(path, *args, **kwargs)
 
     with local.staging(work / "out", "a" * 32) as place:
         assert place.path.is_dir()
     monkeypatch.setattr(local.os, "open", late)
     with local.staging(work / "out", "b" * 32) as place:
-        assert removed == [place.path] and place.path.is_dir() and local.remove_dead(work) == []
+        assert removed == [place.path] and place.path.is_dir() and not local.remove_dead(work)
     assert leftovers(work) == []
 
 

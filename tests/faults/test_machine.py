@@ -53,7 +53,7 @@ def ckpt(
     if before is None and not kwargs:
         return run_command(*words, cwd=work)
     command = [*(before or []), sys.executable, "-m", "ckpt_tools", *words]
-    return subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=120, **kwargs)  # type: ignore[call-overload]
+    return subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=600, **kwargs)  # type: ignore[call-overload]
 
 
 SAVING = """
@@ -281,7 +281,7 @@ def test_of_two_copies_that_start_at_the_same_instant_exactly_one_works(
         cwd=work,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
     )
     # the second may find a finished copy

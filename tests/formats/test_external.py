@@ -25,7 +25,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, s
     site = work / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     done = subprocess.run(
-        [*pip, "--target", str(site), str(work)], capture_output=True, text=True, timeout=120
+        [*pip, "--target", str(site), str(work)], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -29,7 +29,7 @@ checkpoints = CheckpointManager(sys.argv[1])
 def script(body: str, root: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
     command = [sys.executable, "-c", HEAD + textwrap.dedent(body), str(root)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def steps(root: Path) -> list[tuple[int, str]]:

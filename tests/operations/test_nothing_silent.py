@@ -178,11 +178,31 @@ def test_a_number_that_a_key_map_does_not_have_is_an_error(
 
 
 def test_runs_beside_a_file_are_named(tmp_path: Path, ckpt: Run) -> None:
-    save_file({"w": torch.ones(2)}, tmp_path / "m.safetensors")
-    with CheckpointManager(tmp_path / "runA") as checkpoints:
+    both = tmp_path / "both"
+    with CheckpointManager(both / "runA") as checkpoints:
         checkpoints.save(1, {"w": torch.ones(2)}, asynchronous=False)
-    done = ckpt("inspect", tmp_path)
+    save_file({"w": torch.ones(2)}, both / "m.safetensors")
+    done = ckpt("inspect", both)
     assert done.returncode == 0 and "runA/" in done.stdout
+    for verb, out in (("merge", "a.safetensors"), ("convert", "a.pt"), ("verify", "")):
+        done = ckpt(verb, both, *[tmp_path / out] * bool(out))
+        assert done.returncode == 0 and "not looked at: runA/" in done.stdout, done.stderr
+    step = both / "runA" / "step-00000001"
+    save_file({"w": torch.ones(2)}, both / "runA" / "m.safetensors")
+    done = ckpt("reshard", step, tmp_path / "two", "--to", "2")
+    assert done.returncode == 0 and "not looked at" not in done.stdout, "the step itself was given"
+
+
+def test_a_glob_of_what_merge_leaves_out_says_so(tmp_path: Path, ckpt: Run) -> None:
+    model = torch.nn.Linear(4, 2)
+    optimizer = step(model, model.parameters())
+    ckpt_tools.save(tmp_path / "job", {"model": model, "optimizer": optimizer})
+    for option in ("--select", "--exclude"):
+        done = ckpt("merge", tmp_path / "job", tmp_path / "m.safetensors", option, "optimizer.*")
+        assert done.returncode == 13
+        assert "only the model is written, and 'optimizer.state" in done.stderr
+    done = ckpt("merge", tmp_path / "job", tmp_path / "m.safetensors", "--select", "nothing.*")
+    assert done.returncode == 13 and "the nearest names: " in done.stderr
 
 
 class Odd:

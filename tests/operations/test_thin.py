@@ -293,6 +293,15 @@ def test_the_command_tells_damage_by_its_status(tmp_path: Path, ckpt: Run) -> No
 
 
 @pytest.mark.parametrize("drop", [(), ("optimizer*",)])
+def test_a_request_that_fits_no_step_has_its_own_status(tmp_path: Path, ckpt: Run) -> None:
+    save_run(tmp_path / "run", 3)
+    done = ckpt("thin", tmp_path / "run", "--keep-full", "1", "--drop", "*")
+    assert done.returncode == 13 and "no tensor would be left" in done.stderr
+    flip(tmp_path / "run" / "step-00000001")
+    done = ckpt("thin", tmp_path / "run", "--keep-full", "1", "--drop", "model.*")
+    assert done.returncode == 14, "damage comes first"
+
+
 def test_steps_that_are_not_complete_are_named_and_the_others_are_thinned(
     drop: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -92,7 +92,7 @@ def test_the_loop_ends_after_sigterm_and_continues(command: list[str], tmp_path:
         folder.mkdir()
         (folder / "train.py").write_text(MODEL.format(out=str(folder)) + fault + given + loop)
     how = {"env": environment(tmp_path), "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    subprocess.run(command, cwd=tmp_path / "whole", check=True, timeout=120, **how)
+    subprocess.run(command, cwd=tmp_path / "whole", check=True, timeout=600, **how)
     part = tmp_path / "part"
     (part / "slow").touch()
     with subprocess.Popen(command, cwd=part, **how) as job:
@@ -104,7 +104,7 @@ def test_the_loop_ends_after_sigterm_and_continues(command: list[str], tmp_path:
     (saved,) = steps(part / "run")
     assert 1 <= saved.number < 20 and not verify(part / "run").problems
     (part / "slow").unlink()
-    subprocess.run(command, cwd=part, check=True, timeout=120, **how)
+    subprocess.run(command, cwd=part, check=True, timeout=600, **how)
     assert losses(part) == losses(tmp_path / "whole")
     assert all(len(found) == 20 for found in losses(part).values())
 

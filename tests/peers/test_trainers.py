@@ -607,7 +607,7 @@ print(json.dumps({tag: [[e.step, e.value] for e in found.Scalars(tag)] for tag i
 """
     folder = str(tmp_path / "run" / "tensorboard")
     words = [python, "-c", script, folder]
-    read = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=120)
+    read = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=600)
     scalars = json.loads(read.stdout.splitlines()[-1])
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     for key in ("loss", "lr", "grad_norm"):

@@ -51,7 +51,7 @@ def test_code_of_a_directory_does_not_run(call: str, tmp_path: Path) -> None:
         input="yes\n" * 5,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         cwd=jobs.ROOT,
         env=os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"},
     )

@@ -179,7 +179,7 @@ def test_members_that_see_different_sources_refuse(source: Path, tmp_path: Path)
         command,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert (
@@ -440,7 +440,7 @@ def test_a_member_that_hangs_is_given_up(tmp_path: Path) -> None:
         while jobs[0].poll() is None and not any(tmp_path.glob(".tmp.out.*/*.distcp")):
             time.sleep(0.002)
         jobs[1].send_signal(signal.SIGSTOP)
-        _, errors = jobs[0].communicate(timeout=120)
+        _, errors = jobs[0].communicate(timeout=600)
     finally:
         jobs[1].kill()
         jobs[1].communicate()

@@ -36,6 +36,7 @@ from ckpt_tools.operations.convert.take_apart import check_used, take_apart
 from ckpt_tools.operations.convert.targets import TARGETS
 from ckpt_tools.operations.convert.training_state import TrainingState, in_order, refuse_unnamed
 from ckpt_tools.operations.dequantize import dequantize
+from ckpt_tools.operations.folder import note_on_others
 from ckpt_tools.operations.merge_reshard import (
     not_taken,
     unknown_values,
@@ -71,7 +72,8 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
     if how.get("param_order") != "model":  # "model" also uses the shapes file
         check_needed(how.get("shapes"), source.catalog)
     is_unordered = manifest is not None and manifest.source.get(_PARAM_ORDER) == _OF_THE_FILE
-    return convert_source(source, dst, to, how, is_unordered=is_unordered)
+    result = convert_source(source, dst, to, how, is_unordered=is_unordered)
+    return replace(result, notes=(*result.notes, *note_on_others(src, source.store)))
 
 
 def convert_source(

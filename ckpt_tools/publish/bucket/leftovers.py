@@ -43,7 +43,7 @@ def remove_abandoned(store: RemoteStore, grace_s: float, dry_run: bool) -> list[
     before = now - dt.timedelta(seconds=grace_s)
     folders = store.enter_all()
     noted = {upload for place in (store, *folders.values()) for upload in _noted_uploads(place)}
-    objects, unknown = list[str](), list[Leftover]()
+    removed, unknown = list[Leftover](), list[Leftover]()
     uploads = [*_list_uploads(store.s3, store)]
     top = len(store.s3.at_prefix(store.root)["Prefix"])
     busy = {u["Key"][top:].rpartition("/")[0] for u in uploads if _is_active(store, u, before)}
@@ -52,7 +52,7 @@ def remove_abandoned(store: RemoteStore, grace_s: float, dry_run: bool) -> list[
         if folder in busy:
             continue  # another rank of the same attempt still sends
         try:
-            found = _unfinished(step, before)
+            sizes, found = step.list_files(), _unfinished(step, before)
             if found and not dry_run:
                 # a copy may have continued the work since the listing, and committed it
                 found = found & _unfinished(step.fresh(), before)
@@ -60,12 +60,11 @@ def remove_abandoned(store: RemoteStore, grace_s: float, dry_run: bool) -> list[
         except StorageError as error:  # the others do not depend on it
             unknown.append(Leftover(step.url, "folder", str(error)))
             continue
-        objects += [f"{folder}/{name}" for name in sorted(found)]
-    notes = _abandoned_notes(store, before)
-    objects += notes
+        removed += [Leftover(f"{step.url}/{n}", "object", nbytes=sizes[n]) for n in sorted(found)]
+    notes, sizes = _abandoned_notes(store, before), store.list_files()
     if not dry_run:
         store.remove(notes)
-    removed = [Leftover(f"{store.url}/{name}", "object") for name in objects]
+    removed += [Leftover(f"{store.url}/{name}", "object", nbytes=sizes[name]) for name in notes]
     old = [
         u
         for u in uploads

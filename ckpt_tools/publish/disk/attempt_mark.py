@@ -157,6 +157,17 @@ def remove_tree(path: Path) -> None:
         os.rmdir(path)
 
 
+def own_nbytes(path: Path) -> int:
+    """Returns the bytes of the files below a directory that have no other name."""
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(OSError):  # another process removes it
+                at = os.lstat(os.path.join(folder, name))
+                total += at.st_size * (at.st_nlink == 1)
+    return total
+
+
 def _ignore_missing(call: object, path: str, failure: Any) -> None:
     """Passes over a file that another process has removed, in a directory that both remove."""
     del call, path

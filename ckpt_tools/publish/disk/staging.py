@@ -28,6 +28,7 @@ from ckpt_tools.publish.disk.attempt_mark import (
     is_made_here,
     mark,
     may_be_restored,
+    own_nbytes,
     remove_tree,
     unmark,
 )
@@ -306,9 +307,10 @@ def find_dead(target: Path) -> list[Path]:
 
 def remove_dead(
     parent: Path, name: str = "", dry_run: bool = False, spared: Path | None = None
-) -> list[Path]:
-    """Removes what dead attempts left in a folder, and returns it: staging and trash whose lock no
-    process holds.
+) -> dict[Path, int]:
+    """Removes what dead attempts left in a folder: staging and trash whose lock no process holds.
+
+    Returns the bytes that were freed, by path.
 
     Args:
         parent: the folder.
@@ -318,18 +320,19 @@ def remove_dead(
     """
     if not dry_run:
         restore_aside(parent, name)
-    dead = []
+    dead: dict[Path, int] = {}
     for prefix in (STAGING, TRASH):
         for path in _unheld(parent, prefix, name):
             if path == spared:
                 continue
+            nbytes = own_nbytes(path)
             if not dry_run:
                 with suppress(OSError):
                     remove_tree(path)
                 if os.path.lexists(path):
                     log.warning("could not remove all of %s: look at it", printable(str(path)))
                     continue
-            dead.append(path)
+            dead[path] = nbytes
     return dead
 
 
