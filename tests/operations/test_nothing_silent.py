@@ -184,8 +184,9 @@ def test_runs_beside_a_file_are_named(tmp_path: Path, ckpt: Run) -> None:
     save_file({"w": torch.ones(2)}, both / "m.safetensors")
     done = ckpt("inspect", both)
     assert done.returncode == 0 and "runA/" in done.stdout
-    for verb, out in (("merge", "a.safetensors"), ("convert", "a.pt"), ("verify", "")):
-        done = ckpt(verb, both, *[tmp_path / out] * bool(out))
+    file, out = tmp_path / "a.safetensors", tmp_path / "a.pt"
+    for words in (["merge", both, file], ["convert", both, out, "--to", "torch"], ["verify", both]):
+        done = ckpt(*words)
         assert done.returncode == 0 and "not looked at: runA/" in done.stdout, done.stderr
     step = both / "runA" / "step-00000001"
     save_file({"w": torch.ones(2)}, both / "runA" / "m.safetensors")
