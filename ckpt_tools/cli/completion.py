@@ -48,11 +48,10 @@ def metrics(context: Context, incomplete: str) -> list[str]:
     from ckpt_tools.run.retention import metrics_of
     from ckpt_tools.run.roots import open_root
     from ckpt_tools.run.steps import list_steps
-    from ckpt_tools.storage import is_url
 
     # an option without a value ends the parser before it names the arguments
     root = context.params.get("root") or next(iter(context.args), "")
-    if not root or is_url(root):
+    if not root or "://" in root:
         return []
     try:
         return _starting(metrics_of(list_steps(open_root(root))), incomplete)

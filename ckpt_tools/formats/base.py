@@ -65,7 +65,7 @@ class Request:
         index: name of the file among `files` that makes the result visible, for a format without an
             index of its own.
         mesh: for files of ranks that contain DTensors.
-        twins: other names of tensors, for a format that stores such a tensor once.
+        aliases: other names of tensors, for a format that stores such a tensor once.
     """
 
     tensors: Sequence[TargetTensor]
@@ -80,15 +80,15 @@ class Request:
     files: Mapping[str, bytes] = field(default_factory=dict)
     index: str = ""
     mesh: TargetMesh | None = None
-    twins: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 class Format(Protocol):
     """The protocol that every module under `formats/` offers.
 
     A module may also have `SUFFIX`, for a format of single files; `INDEX`, for an index that is
-    not `LOOKS_FOR`; `STORES_TWINS`, if `lay_out` takes `Request.twins`; and `read_readable`, which
-    reads the undamaged files of a damaged checkpoint.
+    not `LOOKS_FOR`; `STORES_ALIASES`, if `lay_out` takes `Request.aliases`; and `read_readable`,
+    which reads the undamaged files of a damaged checkpoint.
     """
 
     @property
@@ -154,9 +154,9 @@ def index_of_format(form: Format) -> str:
     return str(getattr(form, "INDEX", form.LOOKS_FOR))
 
 
-def stores_twins(form: Format) -> bool:
+def stores_aliases(form: Format) -> bool:
     """Tells whether a format stores a tensor with several names once."""
-    return bool(getattr(form, "STORES_TWINS", False))
+    return bool(getattr(form, "STORES_ALIASES", False))
 
 
 def reader_of_damaged(form: Format) -> ReadReadable | None:

@@ -32,7 +32,7 @@ from ckpt_tools.engine.schedule import (
 )
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import PlanError, StorageError, printable, redacted
-from ckpt_tools.formats.base import Format, new_attempt, stores_twins
+from ckpt_tools.formats.base import Format, new_attempt, stores_aliases
 from ckpt_tools.formats.registry import Request, Source
 from ckpt_tools.publish.base import Attempt, Destination
 from ckpt_tools.publish.find_manifest import manifest_of
@@ -53,6 +53,7 @@ from ckpt_tools.publish.step_names import number_in
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
 from ckpt_tools.storage import WritableStore, is_url, local_path
 from ckpt_tools.storage.retries import read_again_if_wrong
+from ckpt_tools.transfer.aliases import join_aliases
 from ckpt_tools.transfer.distribute import RankWork, collect, stage_together
 from ckpt_tools.transfer.options import Options, no_bar
 from ckpt_tools.transfer.prove import (
@@ -64,7 +65,6 @@ from ckpt_tools.transfer.prove import (
 from ckpt_tools.transfer.result import TransferResult, bytes_by_dtype, result_of
 from ckpt_tools.transfer.resume import Resume, forget
 from ckpt_tools.transfer.server_copy import ServerCopy, plan_within
-from ckpt_tools.transfer.twins import join_twins
 
 # each holds a part of 8 MiB, or two; 4 take a tenth less memory and read columns more often
 _STREAMS = 12
@@ -133,8 +133,8 @@ class Transfer:
 
     def __init__(self, request: TransferRequest) -> None:
         options = request.options
-        if stores_twins(request.format):
-            layout = join_twins(request.layout, request.catalog, request.alter)
+        if stores_aliases(request.format):
+            layout = join_aliases(request.layout, request.catalog, request.alter)
             request = replace(request, layout=layout)
         self.request, self.source, self.dst = request, request.source, request.dst
         self.group: Group = options.get("group") or ALONE
@@ -459,7 +459,7 @@ class Transfer:
             world_size=self.target.world_size,
             files=files,
             index=(index.file, sealed) if index and sealed else None,
-            tensors=self._with_twins(self._with_statistics(tensors)),
+            tensors=self._with_aliases(self._with_statistics(tensors)),
             step=step,
         )
         if self.sealed is None or step is None:
@@ -477,12 +477,12 @@ class Transfer:
             for fqn, tensor in tensors.items()
         }
 
-    def _with_twins(self, tensors: Mapping[str, SealedTensor]) -> dict[str, SealedTensor]:
+    def _with_aliases(self, tensors: Mapping[str, SealedTensor]) -> dict[str, SealedTensor]:
         """Adds the other names of tensors."""
-        twins = self.request.layout.twins.items()
+        aliases = self.request.layout.aliases.items()
         return {
             **tensors,
-            **{fqn: tensors[n]._replace(tied_to=n) for fqn, n in twins if n in tensors},
+            **{fqn: tensors[n]._replace(tied_to=n) for fqn, n in aliases if n in tensors},
         }
 
     # ---- report ----------------------------------------------------------------------------------
@@ -497,7 +497,7 @@ class Transfer:
         result = result_of(self.source, self.dst, self.plan, self.totals, kept)
         return replace(
             result,
-            num_tensors=result.num_tensors + len(self.request.layout.twins),
+            num_tensors=result.num_tensors + len(self.request.layout.aliases),
             left_out=self.request.left_out,
             stripped=self.request.stripped,
             notes=tuple(self.notes),

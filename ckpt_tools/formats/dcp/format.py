@@ -53,7 +53,7 @@ from ckpt_tools.formats.zip.write import ArchiveWrapping, wrap
 from ckpt_tools.storage import MemoryStore, Store, check_path, read
 
 NAME = "dcp"
-STORES_TWINS = True
+STORES_ALIASES = True
 LOOKS_FOR = ".metadata"
 _PAGE_BYTES = 4096
 _ALIGNED_BYTES = 64 << 10  # of a payload: shorter ones would grow too much
@@ -586,7 +586,7 @@ def lay_out(request: Request) -> Target:
     Rank 0 gets all objects. The request's small files lie beside the data.
     """
     files = [DataFile(request.name(data_file_name(rank))) for rank in range(request.world_size)]
-    names = {*request.objects, *(tensor.fqn for tensor in request.tensors), *request.twins}
+    names = {*request.objects, *(tensor.fqn for tensor in request.tensors), *request.aliases}
     metadata = Metadata(
         paths={fqn: plain_path(path) for fqn, path in request.paths.items() if fqn in names}
     )  # stock torch loads only entries that have a path
@@ -607,7 +607,7 @@ def lay_out(request: Request) -> Target:
         metadata.tensors[tensor.fqn] = TensorMeta(
             tensor.dtype.name, tensor.shape, [b for b in tensor.boxes if b is not None]
         )
-    for fqn, other in request.twins.items():
+    for fqn, other in request.aliases.items():
         metadata.tensors[fqn] = metadata.tensors[other]
         for box in metadata.tensors[other].boxes:
             metadata.places[fqn, box.offsets] = metadata.places[other, box.offsets]
