@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from ckpt_tools.storage.local import NO_FILE
 from ckpt_tools.storage.one_file import folder_of
 
 _MOST = 100  # entries that are opened
+_MOST_FILES = 50_000  # of a run, whose bytes are summed up
 _SHOWN = 6  # other checkpoints that a note names
 RUN, STEP, FOLDER, FILE, LINK = "run", "step", "folder", "file", "link"
 
@@ -141,7 +143,7 @@ def _folder(above: Store, name: str, may_open: bool) -> Entry:
         numbers = sorted(n for each in inside if (n := number_in(each)) is not None)
         if numbers:
             about = f"{_count(len(numbers), 'step')}, the newest is {numbers[-1]:,}"
-            return Entry(shown, RUN, None, about, True)
+            return Entry(shown, RUN, _bytes_below(store), about, True)
         if number_in(name) is not None or any(is_ours(each) for each in files):
             kind = STEP if number_in(name) is not None else FOLDER
             return _opened(shown, kind, nbytes, lambda: open_source_in(store))
@@ -160,6 +162,21 @@ def _folder(above: Store, name: str, may_open: bool) -> Entry:
         return _opened(shown, FOLDER, None if inside else nbytes, lambda: open_source_in(store))
     except CheckpointError as error:
         return _unread(shown, FOLDER, None, error)
+
+
+def _bytes_below(store: Store) -> int | None:
+    """Returns the bytes of a run on a disk, each file once; None in a bucket, or for many files."""
+    if store.capabilities.is_remote:
+        return None
+    found: dict[tuple[int, int], int] = {}
+    for folder, _, names in os.walk(store.url):
+        for name in names:
+            with suppress(OSError):  # a job removes it
+                at = os.lstat(os.path.join(folder, name))
+                found[at.st_dev, at.st_ino] = at.st_size
+        if len(found) > _MOST_FILES:
+            return None
+    return sum(found.values())
 
 
 def has_steps(store: Store, name: str) -> bool:

@@ -71,6 +71,11 @@ def test_each_thing_is_told_and_none_hides_another(mixed: Path) -> None:
     assert set(found) == set(ABOUT)
     for name, (kind, about) in ABOUT.items():
         assert found[name].kind == kind and about in found[name].about, found[name]
+    (mixed / "run" / "link").hardlink_to(mixed / "model.safetensors")
+    (mixed / "run" / "again").hardlink_to(mixed / "model.safetensors")
+    found["run/"] = next(one for one in entries_of(mixed) if one.name == "run/")
+    sizes = {p.stat().st_ino: p.stat().st_size for p in (mixed / "run").rglob("*") if p.is_file()}
+    assert found["run/"].nbytes == sum(sizes.values()), "each file counts once"
     readable = {"run/", "deep/", "alone/", "loose/", "model.safetensors", "old.pt"}
     assert {name for name, one in found.items() if one.is_readable} == readable
     assert found["model.safetensors"].nbytes == (mixed / "model.safetensors").stat().st_size
