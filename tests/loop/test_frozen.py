@@ -27,6 +27,7 @@ from tests.servers.servers import Server
 from tests.stock_jobs import stock_load
 
 FROZEN = "__0_1.distcp"
+SAVE = Path(__file__).with_name("frozen_job.py")
 
 
 class Job:
@@ -270,25 +271,11 @@ def test_without_the_file_of_the_step_before_the_save_writes(
     job.check(root, tmp_path)
 
 
-SAVE = """
-import sys, torch
-from torch import nn
-from ckpt_tools import CheckpointManager
-model = nn.Sequential(nn.Linear(600, 600).requires_grad_(False), nn.Linear(600, 4))
-with CheckpointManager(sys.argv[1], on_commit=lambda r: print(r.linked_nbytes)) as checkpoints:
-    for step in range(1, 5):
-        checkpoints.save(step, {"model": model})
-        if step > 2 and "late" in sys.argv:  # by now, the values are copied at the save
-            model[0].weight.data.add_(1)
-        checkpoints.wait()
-"""
-
-
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 @pytest.mark.parametrize("error", ["EPERM", "EMLINK", "EXDEV", "EOPNOTSUPP"])
 def test_a_file_system_without_links_copies_and_says_so_once(error: str, tmp_path: Path) -> None:
     strace = [*QUICK_STRACE, "-o", str(tmp_path / "trace"), "-e", "trace=linkat"]
-    strace += ["-e", f"inject=linkat:error={error}", sys.executable, "-c", SAVE]
+    strace += ["-e", f"inject=linkat:error={error}", sys.executable, str(SAVE)]
     done = subprocess.run(
         [*strace, str(tmp_path / "run"), *(["late"] if error != "EMLINK" else [])],
         env=os.environ | {"PYTHONPATH": str(jobs.ROOT)},

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from ckpt_tools.publish.base import CopiedRange
 from ckpt_tools.publish.disk.clones import DiskClones
 from ckpt_tools.storage import PinnedStore
 from tests.command import run_command
-from tests.jobs import PYTHON_PATH
+from tests.jobs import PYTHON_PATH, QUICK_STRACE
 from tests.servers.buckets import until
 from tests.strategies import flip
 
@@ -236,3 +237,58 @@ def test_a_kill_leaves_a_whole_result_or_none(work: Path) -> None:
     ckpt_tools.reshard(work / "src", again, to_ranks=1, overwrite=True)
     names = {p.name for p in work.iterdir() if ".ckpt.manifest." not in p.name}
     assert names == {"m.safetensors", "one", "r1", "src"}
+
+
+def save_frozen(work: Path, inject: str) -> tuple[subprocess.CompletedProcess[str], list[Path]]:
+    """Saves four steps with frozen parameters under strace, and returns their frozen files."""
+    shutil.rmtree(work / "run", ignore_errors=True)
+    job = Path(__file__).parents[1] / "loop" / "frozen_job.py"
+    strace = [*QUICK_STRACE, "-o", str(work / "trace"), "-e", "trace=linkat,ioctl"]
+    strace += ["-e", "inject=linkat:error=EPERM", *(["-e", f"inject={inject}"] if inject else [])]
+    done = subprocess.run(
+        [*strace, sys.executable, str(job), str(work / "run")],
+        env=os.environ | {"PYTHONPATH": PYTHON_PATH},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    steps = sorted((work / "run").glob("step-*"))
+    assert len(steps) == 3 and all(ckpt_tools.verify(step).problems == [] for step in steps)
+    with ckpt_tools.open(steps[0]) as first:
+        want = first["model.0.weight"].torch()
+    for step in steps:
+        with ckpt_tools.open(step) as now:
+            assert torch.equal(now["model.0.weight"].torch(), want)
+    return done, [step / "__0_1.distcp" for step in steps]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+def test_where_links_fail_the_file_of_frozen_parameters_is_cloned(work: Path) -> None:
+    done, files = save_frozen(work, "")
+    assert all(int(nbytes) > MB for nbytes in done.stdout.split()[1:])
+    assert len({path.stat().st_ino for path in files}) == 3
+    blocks = subprocess.run(["du", "-s", "-B1", work / "run"], capture_output=True, text=True)
+    assert int(blocks.stdout.split()[0]) > 3 * MB, "each file has a size of its own"
+    before = used(work)
+    for path in files[1:]:
+        path.unlink()
+    assert before - used(work) < 200_000, "but they share their blocks"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+def test_a_clone_of_the_frozen_file_that_fails_is_written_instead(work: Path) -> None:
+    save_frozen(work, "")
+    seen, calls = Counter[str](), set[int]()
+    for line in (work / "trace").read_text().splitlines():
+        if " ioctl(" in line:  # strace counts the calls of each thread
+            seen[line.split()[0]] += 1
+            if "FICLONERANGE" in line:
+                calls.add(seen[line.split()[0]])
+    assert calls
+    told = ""
+    for number in calls:
+        done, _ = save_frozen(work, f"ioctl:error=EIO:when={number}")
+        told += done.stderr
+    assert "frozen parameters are written again: cannot clone into" in told, told
