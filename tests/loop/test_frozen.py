@@ -14,15 +14,26 @@ from typing import Any
 
 import pytest
 import torch
+from aiohttp import web
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools import CheckpointError, CheckpointManager, Mirror, SaveReport, Writing
+from ckpt_tools import (
+    CheckpointError,
+    CheckpointManager,
+    Mirror,
+    Outages,
+    SaveReport,
+    StorageError,
+    Writing,
+)
+from ckpt_tools.publish.bucket import destination
 from tests import jobs
 from tests.command import run_command
 from tests.conftest import torchrun
 from tests.jobs import QUICK_STRACE
 from tests.servers.buckets import names, until
+from tests.servers.faults import answering
 from tests.servers.servers import Server
 from tests.stock_jobs import stock_load
 
@@ -33,9 +44,9 @@ SAVE = Path(__file__).with_name("frozen_job.py")
 class Job:
     """A loop over an adapter on a frozen base of 1.4 MB, and what its saves reported."""
 
-    def __init__(self, root: Path | str, **options: Any) -> None:
+    def __init__(self, root: Path | str, *, width: int = 600, **options: Any) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 4))
+        self.model = nn.Sequential(nn.Linear(600, width), nn.Linear(width, 4))
         self.base = self.model[0].requires_grad_(False).weight
         self.optimizer = torch.optim.AdamW(self.model[1].parameters())
         self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
@@ -344,6 +355,60 @@ def test_a_bucket_copies_the_file_itself(server: Server) -> None:
             assert ckpt_tools.verify(path, storage_options=server.options).problems == []
             got = ckpt_tools.open(path, storage_options=server.options)["model.0.weight"][:]
             assert torch.equal(torch.as_tensor(got), want["0.weight"])
+
+
+def test_an_outage_during_the_copy_is_none_of_the_store_s_abilities(server: Server) -> None:
+    server.bucket("frozen")
+    answer = ""
+
+    def when(request: web.Request) -> str:
+        return answer if "x-amz-copy-source" in request.headers else ""
+
+    with answering(server.endpoint, when) as (url, refused):
+        options = server.options | {"endpoint_url": url}
+        where = "s3://frozen/outage"
+        job = Job(where, storage_options=options, asynchronous=False, outages=Outages(retry_s=0))
+        with job.checkpoints:
+            assert [job.save(1), job.save(2)] == [False, True]
+            answer = "503 SlowDown"
+            with pytest.raises(StorageError):
+                job.save(3)
+            assert refused
+            answer = ""
+            assert job.save(4) is True, "the next save links again"
+    assert [s.number for s in ckpt_tools.steps(where, storage_options=server.options)] == [1, 2, 4]
+
+
+def test_a_copy_that_fails_at_its_end_leaves_no_upload(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(destination, "_COPY_BYTES", 5 << 20)
+    fs, armed = server.bucket("frozen"), list[bool]()
+
+    def when(request: web.Request) -> str:
+        is_end = request.method == "POST" and "uploadId" in request.query
+        return (
+            "403 AccessDenied"
+            if is_end and "__0_1" in request.path and armed and armed.pop()
+            else ""
+        )
+
+    with answering(server.endpoint, when) as (url, refused):
+        options = server.options | {"endpoint_url": url}
+        where = "s3://frozen/end"
+        job = Job(where, width=6000, storage_options=options)
+        with job.checkpoints, caplog.at_level(logging.WARNING):
+            assert [job.save(1), job.save(2)] == [False, True]
+            armed += [True, True]  # from step 2, then from step 1
+            assert job.save(3) is False
+            assert len(refused) == 2 and "frozen parameters are written again" in caplog.text
+            assert job.save(4) is True
+    assert not fs.call_s3("list_multipart_uploads", Bucket="frozen").get("Uploads")
+    for step, want in job.wanted.items():
+        path = f"{where}/step-{step:08d}"
+        assert ckpt_tools.verify(path, storage_options=server.options).problems == []
+        got = ckpt_tools.open(path, storage_options=server.options)["model.0.weight"][:]
+        assert torch.equal(torch.as_tensor(got), want["0.weight"])
 
 
 def test_a_mirror_does_not_send_the_file_again(

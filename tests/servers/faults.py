@@ -13,7 +13,7 @@ import asyncio
 import io
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -158,6 +158,29 @@ def refusing(endpoint: str, wanted: str, kind: str) -> Iterator[tuple[str, Refus
     refuser = Refuser(endpoint, 0.0, (), False, 0, random.Random(0), answer_of=kind, wanted=wanted)
     with before(refuser) as url:
         yield url, refuser
+
+
+@dataclass
+class Answerer(Breaker):
+    """Gives another answer to some requests: status and code, such as `503 SlowDown`."""
+
+    when: Callable[[web.Request], str] = lambda request: ""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if not (kind := self.when(request)):
+            return await super().handle(request)
+        self.log.append(request.path)
+        status, code = kind.split()
+        text = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>"
+        return web.Response(status=int(status), text=text, content_type="application/xml")
+
+
+@contextmanager
+def answering(endpoint: str, when: Callable[[web.Request], str]) -> Iterator[tuple[str, list[str]]]:
+    """Yields a proxy's URL, and the paths of the requests for which `when` has an answer."""
+    answerer = Answerer(endpoint, 0.0, (), False, 0, random.Random(0), when=when)
+    with before(answerer) as url:
+        yield url, answerer.log
 
 
 @dataclass

@@ -554,8 +554,9 @@ class BucketCopies:
         upload = self._attempt.store.create(path, nbytes, how)
         assert isinstance(upload, Upload)
         source = self._source
-        for start, size, file, file_start in ranges:
-            upload.copy(start, size, f"{source.root}/{file}", file_start, source.version(file))
+        with _aborting(upload):
+            for start, size, file, file_start in ranges:
+                upload.copy(start, size, f"{source.root}/{file}", file_start, source.version(file))
         return upload
 
     def copy_file(self, name: str, file: str, nbytes: int) -> None:
@@ -564,12 +565,25 @@ class BucketCopies:
             how = replace(attempt.how(name), starts=(0,))
             upload = attempt.store.create(name, nbytes, how)
             assert isinstance(upload, Upload)
-            upload.copy_whole(f"{source.root}/{file}", source.version(file))
-            upload.finish()
+            with _aborting(upload):
+                upload.copy_whole(f"{source.root}/{file}", source.version(file))
+                upload.finish()
             return
         starts = range(0, nbytes, max(_COPY_BYTES, -(-nbytes // MAX_PARTS)))
         ranges = [CopiedRange(at, min(starts.step, nbytes - at), file, at) for at in starts]
-        self.create_copied(name, nbytes, starts, ranges).finish()
+        writer = self.create_copied(name, nbytes, starts, ranges)
+        with _aborting(writer):
+            writer.finish()
+
+
+@contextmanager
+def _aborting(writer: Writer) -> Iterator[None]:
+    """Gives the upload up if the block fails: the file may be written in another way."""
+    try:
+        yield
+    except BaseException:
+        writer.abort()
+        raise
 
 
 class SharedUploads:
