@@ -218,6 +218,29 @@ def test_parameters_may_be_frozen_later_and_unfrozen(tmp_path: Path) -> None:
     job.check(tmp_path / "run", tmp_path)
 
 
+def test_a_parameter_that_trains_again_is_copied_in_time(tmp_path: Path) -> None:
+    """With `overlap_copy`, the optimizer changes values while the save still copies others."""
+    root = tmp_path / "run"
+    job = Job(root, writing=Writing(overlap_copy=True))
+    wanted = {}
+    with job.checkpoints:
+        assert [job.save(1), job.save(2)] == [False, True]
+        job.base.requires_grad_(True)
+        every = torch.optim.AdamW(job.model.parameters(), lr=0.1)
+        state = {"model": job.model, "optimizer": every}
+        for step in range(3, 13):
+            job.model(torch.randn(2, 600)).sum().backward()
+            job.base.requires_grad_(step % 2 == 0)
+            wanted[step] = job.base.detach().clone()
+            job.checkpoints.save(step, state)
+            job.base.requires_grad_(True)
+            every.step()
+            every.zero_grad()
+    for step, want in wanted.items():
+        got = stock_load(root / f"step-{step:08d}", tmp_path)["model"]["0.weight"]
+        assert torch.equal(got, want), step
+
+
 def test_a_parameter_may_become_an_inference_tensor(tmp_path: Path) -> None:
     job = Job(tmp_path / "run")
     layer = job.model[0]
