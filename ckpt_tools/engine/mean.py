@@ -28,7 +28,7 @@ from ckpt_tools.engine.sinks import empty_bytes
 from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.ranks.base import Group
 from ckpt_tools.storage import Store, Writer
-from ckpt_tools.storage.base import Capabilities, Traffic
+from ckpt_tools.storage.base import Capabilities, StoreDefaults, Traffic
 
 _PIECE_NUMEL = 1 << 17  # its sums, and what is read of one checkpoint, stay in a processor's cache
 _BLOCK_NUMEL = 1 << 15
@@ -80,7 +80,7 @@ class MeanNotes:
         return found
 
 
-class MeanStore:
+class MeanStore(StoreDefaults):
     """The mean of several checkpoints. The file of a tensor has its name.
 
     Tensors that are not floating-point numbers must be equal in all terms, or come from the last.
@@ -126,17 +126,6 @@ class MeanStore:
     def enter(self, name: str) -> Store:
         raise StorageError(f"no such folder: {printable(name)}")
 
-    def strays(self) -> Mapping[str, str]:
-        return {}
-
-    def blob_name(self, path: str) -> str:
-        del path
-        return ""
-
-    def stored_crcs(self, paths: Iterable[str]) -> Mapping[str, int]:
-        del paths
-        return {}
-
     def size(self, path: str) -> int:
         numel = Box((0,) * len(self._shapes[path]), self._shapes[path]).numel
         return numel * self._dtypes[path].itemsize
@@ -147,9 +136,6 @@ class MeanStore:
             for term in self._terms
             for file in sorted({chunk.extent.file for chunk in term.tensors[path].chunks})
         )
-
-    def view(self, path: str, start: int, nbytes: int) -> None:
-        del path, start, nbytes
 
     def create(self, path: str, nbytes: int) -> Writer:
         raise StorageError(f"a mean cannot be written to: {printable(path)} ({nbytes} bytes)")

@@ -219,6 +219,28 @@ class Store(WritableStore, Protocol):
         ...
 
 
+class StoreDefaults:
+    """The answers of a store without links, blobs, checksums, files in memory or read-ahead."""
+
+    def strays(self) -> Mapping[str, str]:
+        return {}
+
+    def blob_name(self, path: str) -> str:
+        return ""
+
+    def stored_crcs(self, paths: Iterable[str]) -> Mapping[str, int]:
+        return {}
+
+    def view(self, path: str, start: int, nbytes: int) -> memoryview | None:
+        return None
+
+    def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
 # longer ranges are checked against the file's size before memory is allocated
 _TRUSTED_BYTES = 1 << 20
 # Metadata files are read whole. A `.metadata` of a million chunks has 0.1 GiB.

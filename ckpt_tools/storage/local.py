@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.storage.base import Capabilities, Writer, check_path
+from ckpt_tools.storage.base import Capabilities, StoreDefaults, Writer, check_path
 
 _FLUSH_BYTES = 32 << 20
 _SHORT_BYTES = 8 << 10  # too short to be worth a system call
@@ -78,7 +78,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-class LocalStore:
+class LocalStore(StoreDefaults):
     """Files under one directory.
 
     It follows symbolic links only if they stay under this directory. Links in a snapshot of a
@@ -135,10 +135,6 @@ class LocalStore:
     def enter(self, name: str) -> LocalStore:
         return LocalStore(os.path.join(self.url, name))
 
-    def stored_crcs(self, paths: Iterable[str]) -> Mapping[str, int]:
-        del paths
-        return {}
-
     def size(self, path: str) -> int:
         return os.fstat(self._open(path)).st_size
 
@@ -164,10 +160,6 @@ class LocalStore:
                 at, view = at + count, view[count:]
         except OSError as error:
             raise failed("read", path, error) from error
-
-    def view(self, path: str, start: int, nbytes: int) -> memoryview | None:
-        del path, start, nbytes
-        return None
 
     def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
         del is_all

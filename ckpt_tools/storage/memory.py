@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.storage.base import Capabilities, Writer, check_path
+from ckpt_tools.storage.base import Capabilities, StoreDefaults, Writer, check_path
 
 
-class MemoryStore:
+class MemoryStore(StoreDefaults):
     """Named buffers. Given buffers are read in place; new files are bytearrays."""
 
     capabilities, traffic = Capabilities(can_write_anywhere=True), None
@@ -39,17 +39,6 @@ class MemoryStore:
         }
         return MemoryStore(inner, f"{self.url}/{name}")
 
-    def strays(self) -> Mapping[str, str]:
-        return {}
-
-    def blob_name(self, path: str) -> str:
-        del path
-        return ""
-
-    def stored_crcs(self, paths: Iterable[str]) -> Mapping[str, int]:
-        del paths
-        return {}
-
     def size(self, path: str) -> int:
         return len(self._view(path))
 
@@ -68,17 +57,11 @@ class MemoryStore:
             )
         return view[start : start + nbytes]
 
-    def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
-        del ranges, is_all
-
     def create(self, path: str, nbytes: int) -> Writer:
         if check_path(path, self.url) in self.files:
             raise StorageError(f"cannot create: file exists ({printable(path)})")
         self.files[path] = memoryview(bytearray(nbytes))
         return _MemoryWriter(self, path)
-
-    def close(self) -> None:
-        """Does nothing: the files exist only in memory."""
 
     def _view(self, path: str) -> memoryview:
         try:

@@ -21,6 +21,7 @@ from ckpt_tools.storage.base import (
     Capabilities,
     Data,
     Store,
+    StoreDefaults,
     Traffic,
     check_path,
     check_url,
@@ -52,7 +53,7 @@ def _file_system(url: str, options: Mapping[str, Any]) -> Any:
     return fsspec.filesystem(scheme, **(in_url | options))
 
 
-class RemoteStore:
+class RemoteStore(StoreDefaults):
     """The objects under one prefix of a store that fsspec opens."""
 
     capabilities = Capabilities(can_write_anywhere=False, fetches_ahead=True, is_remote=True)
@@ -160,13 +161,6 @@ class RemoteStore:
     def enter(self, name: str) -> RemoteStore:
         """Returns the store of a prefix directly under the root."""
         return RemoteStore(f"{self.url}/{name}", None, self._fs, self.traffic)
-
-    def strays(self) -> Mapping[str, str]:
-        return {}
-
-    def blob_name(self, path: str) -> str:
-        del path
-        return ""
 
     def enter_all(self) -> dict[str, RemoteStore]:
         """Returns the stores of all prefixes directly under the root.
@@ -331,10 +325,6 @@ class RemoteStore:
                 ]
                 return
         buffer[:] = self._fetch(path, start, len(buffer))
-
-    def view(self, path: str, start: int, nbytes: int) -> memoryview | None:
-        del path, start, nbytes
-        return None
 
     def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
         ranges = list(ranges)
