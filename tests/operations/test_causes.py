@@ -81,12 +81,15 @@ def test_the_parent_of_runs_is_named(tmp_path: Path, ckpt: Run) -> None:
     (tmp_path / "other").mkdir()
     done = ckpt("ls", tmp_path)
     assert done.returncode == 0
-    rows = [line.split(maxsplit=3) for line in done.stdout.splitlines()[2:]]
+    rows = [line.split(maxsplit=4) for line in done.stdout.splitlines()[2:]]
+    sizes = [row.pop(2) for row in rows]
     assert rows == [
-        ["other/", "folder", "0", "B  empty"],
-        ["runA/", "run", "-", "1 step, the newest is 1"],
-        ["runB/", "run", "-", "1 step, the newest is 1"],
+        ["other/", "folder", "B", "empty"],
+        ["runA/", "run", "KB", "1 step, the newest is 1"],
+        ["runB/", "run", "KB", "1 step, the newest is 1"],
     ]
+    stored = sum(path.stat().st_size for path in (tmp_path / "runA").rglob("*") if path.is_file())
+    assert sizes[0] == "0" and abs(float(sizes[1]) - stored / 1e3) < 0.2, (sizes, stored)
     more = (("latest",), ("prune", "--keep-last", "1"))
     for words in (("ls", "--bytes"), ("check",), ("thin", "--keep-full", "1"), *more):
         done = ckpt(words[0], tmp_path, *words[1:])
