@@ -204,12 +204,12 @@ def reshard(
     request = Request(
         targets, to_ranks, {o.fqn: o.extent.nbytes for o in catalog.objects.values()}, catalog.paths
     )
+    notes = (*unknown_values(catalog), *left_beside(catalog), *note_on_others(src, source.store))
     result = transfer(
         TransferRequest(
             "reshard", source, catalog, _destination(dst, options), dcp, request, options
         )
     )
-    notes = (*unknown_values(catalog), *left_beside(catalog), *note_on_others(src, source.store))
     return replace(result, notes=(*result.notes, *notes))
 
 

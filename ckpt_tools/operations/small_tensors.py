@@ -18,6 +18,7 @@ from ckpt_tools.errors import IntegrityError, printable
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.storage import MemoryStore
+from ckpt_tools.transfer.prove import prove_replicas
 
 Singles = npt.NDArray[np.float32]
 _SINGLE = BY_NAME["float32"]
@@ -32,8 +33,11 @@ def read_singles(source: Source, entry: TensorEntry, manifest: Manifest | None) 
         manifest: of the checkpoint, if it is sealed.
 
     Raises:
-        IntegrityError: the values are not what was sealed.
+        IntegrityError: the values are not what was sealed, or differ between ranks.
     """
+    sealed = manifest.tensors.get(entry.stored_name) if manifest is not None else None
+    if sealed is None:
+        prove_replicas(source, [entry], jobs=1)
     data = bytearray(entry.nbytes)
     slot = Slot(whole(entry.shape), "", 0)
     target = Target("one tensor", {"": entry.nbytes}, {entry.fqn: (slot,)})
@@ -42,7 +46,6 @@ def read_singles(source: Source, entry: TensorEntry, manifest: Manifest | None) 
     batches = schedule(plan, located, *tile_bytes(DEFAULT_MEMORY_BYTES, 1))
     sink = FillSink(MemoryStore({"": memoryview(data)}))
     execute_batches(batches, source.store, sink, 1, looks_ahead=False)
-    sealed = manifest.tensors.get(entry.stored_name) if manifest is not None else None
     if sealed is not None and hex64(crc64nvme(data)) != sealed.fingerprint:
         raise IntegrityError(
             f"a tensor is not what was sealed: expected fingerprint {sealed.fingerprint}, got"

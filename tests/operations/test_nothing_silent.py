@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools import CheckpointManager, PlanError
+from ckpt_tools import CheckpointManager, IntegrityError, PlanError
 from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.operations.verification import Verification
@@ -300,3 +300,39 @@ def test_a_tied_weight_is_selected_by_either_of_its_names(
     ckpt_tools.save(tmp_path / "c", {"model": model})
     ckpt_tools.merge(tmp_path / "c", tmp_path / "m.safetensors", select=[front + name])
     assert list(load_file(tmp_path / "m.safetensors")) == [name]
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_an_adapter_of_several_ranks_is_merged_if_they_agree(differs: bool, tmp_path: Path) -> None:
+    save_file({"a.weight": torch.zeros(4, 4)}, tmp_path / "base.safetensors")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["a"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    a, b = torch.arange(8.0).view(2, 4), torch.arange(8.0).view(4, 2)
+    for rank in range(2):
+        names = [f"base_model.model.a.lora_{side}.weight" for side in "AB"]
+        torch.save(
+            dict(zip(names, (a + (rank if differs else 0), b), strict=True)),
+            adapter / f"model_world_size_2_rank_{rank}.pt",
+        )
+    out = tmp_path / "out.safetensors"
+    if differs:
+        with pytest.raises(IntegrityError, match="replicas differ: .*lora_A"):
+            ckpt_tools.merge(tmp_path / "base.safetensors", out, lora=adapter)
+        return
+    ckpt_tools.merge(tmp_path / "base.safetensors", out, lora=adapter)
+    assert torch.equal(load_file(out)["a.weight"], b @ a)
+
+
+def test_an_adapter_that_is_split_over_ranks_is_merged(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.zeros(6, 4)}, tmp_path / "base.safetensors")
+    a, b = torch.arange(8.0).view(2, 4), torch.arange(12.0).view(6, 2)
+    ckpt_tools.save(tmp_path / "one", {"a.lora_A.weight": a, "a.lora_B.weight": b})
+    ckpt_tools.reshard(tmp_path / "one", tmp_path / "adapter", to_ranks=3)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["a"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    ckpt_tools.merge(
+        tmp_path / "base.safetensors", tmp_path / "out.safetensors", lora=tmp_path / "adapter"
+    )
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["a.weight"], b @ a)

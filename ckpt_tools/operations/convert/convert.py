@@ -72,8 +72,9 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
     if how.get("param_order") != "model":  # "model" also uses the shapes file
         check_needed(how.get("shapes"), source.catalog)
     is_unordered = manifest is not None and manifest.source.get(_PARAM_ORDER) == _OF_THE_FILE
+    others = note_on_others(src, source.store)
     result = convert_source(source, dst, to, how, is_unordered=is_unordered)
-    return replace(result, notes=(*result.notes, *note_on_others(src, source.store)))
+    return replace(result, notes=(*result.notes, *others))
 
 
 def convert_source(
