@@ -41,7 +41,6 @@ class Moments:
     and less than twice that; None if that was not asked for. `lost` then has for each type of
     `SHORT_TYPES` how many of them it makes zero, and how many too large. `num_compared` elements
     are finite now and were so before; `sum_change` is the sum of the squares of their changes.
-    `only` are the bytes of the one value that all elements have; None if there are several.
     """
 
     numel: int = 0
@@ -54,12 +53,9 @@ class Moments:
     lost: Counts | None = None
     num_compared: int = 0
     sum_change: Any = 0.0
-    only: bytes | None = None
 
     def add(self, other: Moments) -> None:
         """Adds another part."""
-        if other.numel and (not self.numel or self.only != other.only):
-            self.only = None if self.numel else other.only
         self.numel += other.numel
         self.sum_squares += other.sum_squares
         self.max_abs = max(self.max_abs, other.max_abs)
@@ -162,16 +158,7 @@ def _measure_block(data: Bytes, dtype: DType, with_exponents: bool) -> Moments:
         infs,
         _exponents(values) if with_exponents else None,
         _lost(np.abs(values), None) if with_exponents else None,
-        only=_only_value(data, dtype.itemsize),
     )
-
-
-def _only_value(data: Bytes, itemsize: int) -> bytes | None:
-    """Returns the bytes of the one value that all elements have; None if there are several."""
-    first = data[:itemsize].tobytes()
-    if data[itemsize : 2 * itemsize].tobytes() not in (first, b""):
-        return None  # almost always, so that the rest is seldom compared
-    return None if np.any(data[itemsize:] != data[:-itemsize]) else first
 
 
 def sum_squares(values: npt.NDArray[np.float64]) -> Any:
@@ -291,7 +278,6 @@ def _measure_codes(data: Bytes, dtype: DType, with_exponents: bool) -> Moments:
         if with_exponents
         else None,
         _lost(table.magnitudes, used) if with_exponents else None,
-        only=words[:1].tobytes() if int(counts.max()) == len(words) else None,
     )
 
 

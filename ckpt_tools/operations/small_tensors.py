@@ -10,6 +10,7 @@ from ckpt_tools.core.catalog import Catalog, TensorEntry
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.plan import Slot, Target, plan_transfer
+from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
 from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.kernels import cast
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
@@ -33,7 +34,8 @@ def read_singles(source: Source, entry: TensorEntry, manifest: Manifest | None) 
         manifest: of the checkpoint, if it is sealed.
 
     Raises:
-        IntegrityError: the values are not what was sealed, or differ between ranks.
+        IntegrityError: the values are not what was sealed, have not the checksum of their archive,
+            or differ between ranks.
     """
     sealed = manifest.tensors.get(entry.stored_name) if manifest is not None else None
     if sealed is None:
@@ -45,7 +47,10 @@ def read_singles(source: Source, entry: TensorEntry, manifest: Manifest | None) 
     located = source.format.locate(source.store, [entry])
     batches = schedule(plan, located, *tile_bytes(DEFAULT_MEMORY_BYTES, 1))
     sink = FillSink(MemoryStore({"": memoryview(data)}))
-    execute_batches(batches, source.store, sink, 1, looks_ahead=False)
+    watched = read_whole(plan, located) if sealed is None else {}
+    watch = CrcWatch(watched, source.store)
+    execute_batches(batches, source.store, sink, 1, looks_ahead=False, crc_watch=watch)
+    watch.prove({})
     if sealed is not None and hex64(crc64nvme(data)) != sealed.fingerprint:
         raise IntegrityError(
             f"a tensor is not what was sealed: expected fingerprint {sealed.fingerprint}, got"

@@ -16,9 +16,9 @@ from ckpt_tools.core.coverage import flaws
 from ckpt_tools.core.plan import plan_objects, plan_values
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.execute import execute_batches
+from ckpt_tools.engine.scan import Finding, ScanSink
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
 from ckpt_tools.engine.sinks import Checksum, HashSink
-from ckpt_tools.engine.statistics import Moments, StatisticsSink
 from ckpt_tools.errors import (
     CatalogError,
     CheckpointError,
@@ -56,29 +56,6 @@ from ckpt_tools.storage.retries import read_again_if_wrong
 from ckpt_tools.transfer.options import Path_, Reading, no_bar
 
 _MOST_OBJECTS = 10_000  # that are searched for code; equal ones are unpacked once
-
-
-class Finding(NamedTuple):
-    """A finding about a tensor: the numbers of NaN and infinite values.
-
-    It also tells whether all values are the same, and whether all are zero. A tensor of one element
-    is neither.
-    """
-
-    fqn: str
-    nans: int
-    infs: int
-    is_constant: bool
-    is_zero: bool
-
-    @classmethod
-    def of(cls, tensor: TensorEntry, found: Moments) -> Finding | None:
-        """Returns the finding about a tensor by its statistics; None if nothing is suspicious."""
-        is_constant = found.only is not None and tensor.nbytes > tensor.dtype.itemsize
-        if not (found.num_nan or found.num_inf or is_constant):
-            return None
-        is_zero = is_constant and not any(found.only or b"")
-        return cls(tensor.fqn, found.num_nan, found.num_inf, is_constant, is_zero)
 
 
 class RecordCheck(NamedTuple):
@@ -634,7 +611,7 @@ class Verification:
     def scan(self, lost: set[str]) -> list[Finding]:
         """Scans the values of all readable tensors, and returns findings."""
         tensors, group = [t for t in self._whole_tensors() if t.fqn not in lost], self.group
-        plan, sink = plan_values(tensors), StatisticsSink()
+        plan, sink = plan_values(tensors), ScanSink()
         share = shares(plan, group.size)[group.rank]
         taken = {t.fqn for t in in_share(plan, share)}
         with self._bar("scan", sum(t.nbytes for t in tensors)) as advance, group.phase("scan"):
@@ -642,8 +619,7 @@ class Verification:
             batches = schedule(plan, located, *tile_bytes(self._memory, self._jobs), share)
             execute_batches(batches, self.store, sink, self._jobs, self._scaled(advance))
         sink.share(group)
-        found = [Finding.of(t, sink.moments[t.fqn]) for t in tensors if t.fqn in sink.moments]
-        return [one for one in found if one is not None]
+        return sink.findings(tensors)
 
 
 def _extra(manifest: Manifest, files: Iterable[str], of_host: Iterable[str]) -> list[Problem]:

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
+from ckpt_tools.engine.scan import Finding
 from ckpt_tools.errors import IntegrityError, PlanError, printable, redacted
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.folder import note_on_others
-from ckpt_tools.operations.verification import Finding, Verification
+from ckpt_tools.operations.verification import Verification
 from ckpt_tools.publish.check_manifest import Problem
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
 from ckpt_tools.run.step import Step, damage

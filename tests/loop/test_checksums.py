@@ -98,3 +98,8 @@ def test_on_the_host_it_is_the_crc_of_the_bytes(jobs: int, monkeypatch: pytest.M
     tensors.insert(2, torch.rand(40, 50).T)
     expected = [crc64nvme(t.contiguous().numpy().tobytes()) for t in tensors]
     assert checksums_of(tensors, jobs) == expected
+
+
+def test_an_empty_shard_of_an_accelerator_has_a_checksum() -> None:
+    """The device `meta` stands for one: it computes nothing, and nothing is to be computed."""
+    assert checksums_of([torch.empty(0, 3, device="meta"), torch.ones(1)])[0] == 0

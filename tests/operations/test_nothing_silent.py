@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -336,3 +338,40 @@ def test_an_adapter_that_is_split_over_ranks_is_merged(tmp_path: Path) -> None:
         tmp_path / "base.safetensors", tmp_path / "out.safetensors", lora=tmp_path / "adapter"
     )
     assert torch.equal(load_file(tmp_path / "out.safetensors")["a.weight"], b @ a)
+
+
+def test_a_damaged_adapter_that_nobody_has_sealed_is_refused(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.zeros(400, 400)}, tmp_path / "base.safetensors")
+    a, b = torch.randn(2, 400), torch.randn(400, 2)
+    adapter = tmp_path / "adapter"
+    dcp.save({"a.lora_A.weight": a, "a.lora_B.weight": b}, checkpoint_id=adapter, no_dist=True)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["a"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    data = bytearray((adapter / "__0_0.distcp").read_bytes())
+    data[data.index(b.numpy().tobytes()[:16]) + 100] ^= 64
+    (adapter / "__0_0.distcp").write_bytes(data)
+    with pytest.raises(IntegrityError, match="expected CRC-32 .*lora_B"):
+        ckpt_tools.merge(tmp_path / "base.safetensors", tmp_path / "out.safetensors", lora=adapter)
+
+
+def test_shapes_of_an_adapter_are_compared_before_anything_is_read(tmp_path: Path) -> None:
+    """The matrices repeat one value, and would take 640 MB."""
+    save_file({"m.weight": torch.zeros(4, 4)}, tmp_path / "base.safetensors")
+    names = [f"base_model.model.m.lora_{side}.weight" for side in "AB"]
+    torch.save(
+        {name: torch.zeros(1).expand(4, 20_000_000) for name in names}, tmp_path / "adapter_model.bin"
+    )
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 2, "target_modules": ["m"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    code = (
+        "import resource, ckpt_tools\n"
+        "try: ckpt_tools.merge('base.safetensors', 'o.safetensors', lora='adapter_model.bin')\n"
+        "except ckpt_tools.PlanError as error: print(error)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    *_, said, peak = done.stdout.splitlines() or [""]
+    assert "the adapter does not fit" in done.stdout, done.stdout + done.stderr
+    assert int(peak) < 450_000, said

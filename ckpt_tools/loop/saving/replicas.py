@@ -327,6 +327,3 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float]:
         return int(differs.sum()), -1.0
     gaps = (values[0] - values[1]).abs().double().nan_to_num(nan=float("inf"))
     return int(differs.sum()), float(gaps.max()) if gaps.numel() else 0.0
-
-
-# ---- checksums -----------------------------------------------------------------------------------

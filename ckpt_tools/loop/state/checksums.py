@@ -34,7 +34,9 @@ def checksums_of(tensors: Sequence[torch.Tensor], jobs: int = 1) -> list[int]:
     pieces: list[tuple[int, memoryview]] = []
     away: dict[torch.device, list[int]] = {}
     for number, tensor in enumerate(tensors):
-        if tensor.numel() and tensor.device.type != "cpu":
+        if not tensor.numel():
+            continue  # its checksum is 0
+        if tensor.device.type != "cpu":
             away.setdefault(tensor.device, []).append(number)
         elif (data := as_bytes(tensor)) is not None:
             starts = range(0, len(data), _PIECE_BYTES)

@@ -48,6 +48,7 @@ _MAX_ALPHA = 1e9
 _MAX_PATTERNS = 4_096  # each is matched with each name
 _MAX_PATTERN_CHARS, _MAX_PATTERN_BYTES = 4096, 1 << 17  # as text, and as a program of RE2
 _MAX_MODULE_CHARS = 512
+_MAX_RANK = 1 << 16
 _MAX_MATCH_S = 60.0  # of processor time
 _WITH_PEFT = "load the base as the training did, and merge with PEFT (merge_and_unload)"
 _FUSED = ("qkv", "query_key_value", "c_attn", "gate_up")  # modules that hold several projections
@@ -83,7 +84,7 @@ def _read_lora(
     source: Source, manifest: Manifest | None, catalog: Catalog, model: Catalog
 ) -> tuple[dict[str, Alter], list[str]]:
     config = _config(source, manifest)
-    sides: dict[str, dict[str, Singles]] = {}
+    sides: dict[str, dict[str, TensorEntry]] = {}
     # the directory of a job also has an optimizer
     adapter = model_only(source.catalog)[0] if source.catalog.paths else source.catalog
     for fqn, entry in adapter.tensors.items():
@@ -101,7 +102,7 @@ def _read_lora(
                 f" {match['side']} ({printable(source.path)})",
                 hint="give each adapter a directory of its own",
             )
-        pair[match["side"]] = _matrix(source, manifest, entry)
+        pair[match["side"]] = _refuse_other(entry)
     result: dict[str, Alter] = {}
     modules = _Modules(config, source.path)
     cut = _without_key(sides, model)
@@ -121,20 +122,21 @@ def _read_lora(
                 f" ({printable(source.path)})",
                 hint=_way_out(module[cut:], catalog),
             )
-        if not len(pair["A"]) or len(module) > _MAX_MODULE_CHARS:
+        rank = pair["A"].shape[0]
+        if not 0 < rank <= _MAX_RANK or len(module) > _MAX_MODULE_CHARS:
             raise FormatError(
-                f"a LoRA matrix of rank 0, or a name of more than {_MAX_MODULE_CHARS} characters:"
-                f" {printable(module)!r} ({printable(source.path)})"
+                f"a LoRA matrix of rank {rank}, or a name of more than {_MAX_MODULE_CHARS}"
+                f" characters: {printable(module)!r} ({printable(source.path)})"
             )
-        rank = len(pair["A"])
         _check_rank(
             modules.find("rank_pattern", module, config.get("r")), module, rank, source.path
         )
         alpha = modules.find("alpha_pattern", module, config["lora_alpha"])
         scale = float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
-        result[name] = _alter(
-            catalog.tensors[name], pair["A"], pair["B"], scale, layout.is_transposed(module[cut:])
-        )
+        is_transposed = layout.is_transposed(module[cut:])
+        _check_fit(catalog.tensors[name], pair, is_transposed)  # before anything is read
+        a, b = (read_singles(source, pair[side], manifest) for side in "AB")
+        result[name] = _alter(a, b, scale, is_transposed)
     return result, layout.notes
 
 
@@ -210,7 +212,7 @@ class _Layout:
     """
 
     def __init__(
-        self, sides: Mapping[str, Mapping[str, Singles]], catalog: Catalog, flag: bool
+        self, sides: Mapping[str, Mapping[str, TensorEntry]], catalog: Catalog, flag: bool
     ) -> None:
         self._flag, self._model = flag, catalog
         self._taken: list[str] = []
@@ -222,7 +224,7 @@ class _Layout:
                 continue
             bias = catalog.tensors.get(f"{fqn.removesuffix('weight')}bias")
             if "B" in sides.get(module, {}):
-                self._learn(module, len(sides[module]["B"]) != weight.shape[0])
+                self._learn(module, sides[module]["B"].shape[0] != weight.shape[0])
             elif (
                 fqn.endswith(".weight")
                 and bias is not None
@@ -404,35 +406,37 @@ def _patterns(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     return patterns
 
 
-def _matrix(source: Source, manifest: Manifest | None, entry: TensorEntry) -> Singles:
-    """Returns a matrix as float32.
+def _refuse_other(entry: TensorEntry) -> TensorEntry:
+    """Returns a matrix of numbers, and refuses any other tensor.
 
     Raises:
         PlanError: it is no matrix that can be merged here.
-        IntegrityError: it is not what was sealed.
     """
     if len(entry.shape) != 2 or not entry.dtype.is_castable:
         raise PlanError(
             f"only LoRA of linear layers is merged: {printable(entry.fqn)!r} is {entry.dtype.name}"
             f" {list(entry.shape)}"
         )
-    return read_singles(source, entry, manifest)
+    return entry
 
 
-def _alter(entry: TensorEntry, a: Singles, b: Singles, scale: float, is_transposed: bool) -> Alter:
+def _check_fit(weight: TensorEntry, pair: Mapping[str, TensorEntry], is_transposed: bool) -> None:
+    """Refuses matrices of other shapes than the weight needs."""
+    product = (pair["B"].shape[0], pair["A"].shape[1])
+    product = product[::-1] if is_transposed else product
+    is_chain = pair["A"].shape[0] == pair["B"].shape[1]
+    if weight.shape != product or not is_chain or not weight.dtype.is_castable:
+        raise PlanError(
+            f"the adapter does not fit: {printable(weight.fqn)!r} is {weight.dtype.name}"
+            f" {list(weight.shape)}, B @ A is {list(product)}",
+            hint=None if weight.dtype.is_castable else f"the base is quantized there: {_WITH_PEFT}",
+        )
+
+
+def _alter(a: Singles, b: Singles, scale: float, is_transposed: bool) -> Alter:
     """Returns a function that adds `scale * B @ A` to a box of a weight."""
     if is_transposed:  # the weight is stored [in, out]
         a, b = b.T, a.T
-    if (
-        entry.shape != (b.shape[0], a.shape[1])
-        or a.shape[0] != b.shape[1]
-        or not entry.dtype.is_castable
-    ):
-        raise PlanError(
-            f"the adapter does not fit: {printable(entry.fqn)!r} is {entry.dtype.name}"
-            f" {list(entry.shape)}, B @ A is {[b.shape[0], a.shape[1]]}",
-            hint=None if entry.dtype.is_castable else f"the base is quantized there: {_WITH_PEFT}",
-        )
 
     def add(box: Box, values: Singles) -> None:
         rows, columns = box.slices()
