@@ -57,7 +57,7 @@ def _of_a_run(src: str, entries: Sequence[Entry]) -> str | None:
     run = redacted(src).rstrip("/")
     return (
         f"this is a run: give a step, such as {run}/{newest}; `ckpt ls` shows all steps, and"
-        " `ckpt latest` prints the path of the newest complete one"
+        " `ckpt latest` prints the path of the newest complete one; `ckpt check --verify` reads all"
     )
 
 

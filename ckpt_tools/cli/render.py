@@ -528,6 +528,17 @@ def show_pruned(result: Pruned, leftovers: Sequence[Leftover], is_dry_run: bool)
         print("nothing to remove")
 
 
+def show_what_dead_jobs_left(leftovers: Sequence[Leftover]) -> None:
+    """Tells on stderr that there is unfinished work, and what removes it."""
+    if leftovers:
+        nbytes = sum(left.nbytes or 0 for left in leftovers)
+        print(
+            f"dead jobs left {format_size(nbytes)} in {count(len(leftovers), 'hidden directory')}:"
+            " the next save removes them, or ckpt prune",
+            file=sys.stderr,
+        )
+
+
 def _show_leftovers(leftovers: Sequence[Leftover], verb: str) -> None:
     for left in leftovers:
         if left.problem:
@@ -548,12 +559,13 @@ def pruned_as_json(
         "failed": result.failed | {left.url: left.problem for left in leftovers if left.problem},
         "unreadable": result.unreadable,
     }
+    sizes = [left.nbytes for left in leftovers if not left.problem]
     return {
         "steps": [step_as_json(s) for s in result.removed],
         "freed_nbytes": result.freed_nbytes,
         **reasons,
         "leftovers": [left.url for left in leftovers if not left.problem],
-        "leftover_nbytes": sum(left.nbytes or 0 for left in leftovers),
+        "leftover_nbytes": None if None in sizes else sum(filter(None, sizes)),
         "is_dry_run": is_dry_run,
     }
 
@@ -661,6 +673,6 @@ def show_bytes(root: str, found: Sequence[StepBytes], price: float | None) -> No
         table(("name", "bytes", *names), [cells[:-1] for cells in rows], right=range(1, 6))
     _show_stored([one.step for one in found])
     cost = f": {price_of(sums[-1], price)}" if price is not None else ""
-    print(f"{format_size(sums[-1])} of {format_size(total)} can be removed{cost}")
+    print(f"{format_size(sums[-1])} of {format_size(total)} can be removed by ckpt thin{cost}")
     if any(one.why == THIN for one in found):
         print(f"  {THIN.replace('ROOT', shlex.quote(redacted(root)))}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,6 +22,7 @@ from ckpt_tools.errors import (
 )
 
 if TYPE_CHECKING:
+    from ckpt_tools.run.base import RunRoot
     from ckpt_tools.run.step import Step
 
 DryRunOfPrune = Annotated[
@@ -137,7 +139,16 @@ def list_(
         print(f"not steps: {render.some_names(others)}", file=sys.stderr)
     elif others and steps:
         _show_others(root, others, shared)
+    _show_dead_work(where, shared)
     fail_if_unreadable(steps)
+
+
+def _show_dead_work(where: RunRoot, shared: Shared) -> None:
+    """Tells what dead jobs left in a run on a disk; in a bucket, the look costs requests."""
+    from ckpt_tools.cli import render
+
+    if isinstance(where.path, Path) and not shared.as_json:
+        render.show_what_dead_jobs_left(where.remove_leftovers(dry_run=True))
 
 
 def _show_others(root: str, others: Sequence[str], shared: Shared) -> None:
@@ -204,7 +215,8 @@ def latest(
 ) -> None:
     """Print the path of the newest complete step, from which a job would resume, or of the best.
 
-    Skipped newer steps are listed on stderr with the reason. With --best, steps without a finite
+    Only --verify reads the bytes: without it, the step may be damaged. Skipped newer steps are
+    listed on stderr with the reason. With --best, steps without a finite
     value of the metric, and steps that are not finite themselves, do not count; they are listed,
     too. Exit status 10 if there is no such step.
     """
@@ -233,8 +245,9 @@ def _newest(root: str, verify: bool, allow_not_finite: bool, shared: Shared) -> 
         from ckpt_tools.operations.verify import step_damage
 
         more = {"read": step_damage(shared.storage_options), "jobs": shared.jobs}
+    where = open_root(root, shared.storage_options)
     found = find(
-        open_root(root, shared.storage_options),
+        where,
         verify=verify,
         allow_not_finite=allow_not_finite,
         **more,
@@ -242,6 +255,8 @@ def _newest(root: str, verify: bool, allow_not_finite: bool, shared: Shared) -> 
     for path, reason in found.passed_over:
         print(f"passed over {printable(str(path))}: {reason}", file=sys.stderr)
     if found.step is None:
+        if not found.passed_over and not where.exists():
+            raise no_steps(root)
         kind = (
             "complete step that a job could resume from" if found.passed_over else "complete step"
         )

@@ -8,7 +8,7 @@ def check_count(
     value: object,
     error: type[Exception],
     least: int = 1,
-    none: str | None = None,
+    or_none: bool | str = False,
 ) -> None:
     """Refuses what is no whole number, or too small.
 
@@ -17,12 +17,12 @@ def check_count(
         value: what the user gave.
         error: the class to raise.
         least: the smallest number.
-        none: the meaning of None, such as "to keep all steps"; None is refused without one.
+        or_none: whether None is allowed; a text says what it means, such as "to keep all steps".
 
     Raises:
         Exception: of class `error`.
     """
-    if (value is None and none is not None) or (type(value) is int and value >= least):
+    if (value is None and or_none) or (type(value) is int and value >= least):
         return
-    other = f", or None {none}" if none else ""
+    other = f", or None {or_none}" if isinstance(or_none, str) else ""
     raise error(f"{name}: expected a whole number of at least {least}{other}, got {value!r}")

@@ -158,15 +158,21 @@ def chooser(select: Sequence[str], exclude: Sequence[str]) -> Callable[..., bool
     return lambda *names: (not select or any(map(wanted, names))) and not any(map(unwanted, names))
 
 
-def choose(catalog: Catalog, select: Sequence[str], exclude: Sequence[str]) -> Catalog:
+def choose(
+    catalog: Catalog, select: Sequence[str], exclude: Sequence[str], left_out: Sequence[str] = ()
+) -> Catalog:
     """Returns the entries that `select` matches (all if it is empty) and `exclude` does not match.
+
+    Args:
+        catalog, select, exclude: the entries and the globs.
+        left_out: see `check_globs`.
 
     Raises:
         PlanError: a glob matches no name.
     """
     names = [*catalog.tensors, *catalog.objects, *catalog.unread]
-    check_globs(select, names, "--select")
-    check_globs(exclude, names, "--exclude")
+    check_globs(select, names, "--select", left_out)
+    check_globs(exclude, names, "--exclude", left_out)
     return keep(catalog, chooser(select, exclude))
 
 

@@ -63,8 +63,8 @@ def check_manager(
 ) -> None:
     if is_url(root):
         check_url(root)
-    check_count("keep_last", keep_last, ValueError, none="to keep all steps")
-    check_count("save_every", save_every, ValueError, none="")
+    check_count("keep_last", keep_last, ValueError, or_none="to keep all steps")
+    check_count("save_every", save_every, ValueError, or_none=True)
     check_seconds("save_every_s", save_every_s)
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s: expected a number of seconds above 0, got {timeout_s!r}")

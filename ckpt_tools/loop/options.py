@@ -63,7 +63,7 @@ class Mirror:
                 f" {self.url!r} is a path"
             )
         check_url(self.url)
-        check_count("mirror.every", self.every, ValueError, none="")
+        check_count("mirror.every", self.every, ValueError, or_none=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Writing:
         """
         for name in ("jobs", "background_jobs"):
             number = getattr(self, name)
-            check_count(name, number, ValueError, none="")
+            check_count(name, number, ValueError, or_none=True)
             if number is not None and number > MAX_THREADS:
                 raise ValueError(f"{name}: expected at most {MAX_THREADS}, got {number!r}")
         limit = 1 if self.max_mbps is None else self.max_mbps

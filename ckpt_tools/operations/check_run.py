@@ -103,7 +103,7 @@ def check_steps(
 ) -> tuple[list[RunProblem], list[Step]]:
     """Returns the problems of a run's steps, as `check_run` does, and the steps."""
     check_count("unchanged_steps", unchanged_steps, PlanError, least=2)
-    check_count("every", every, PlanError, none="")
+    check_count("every", every, PlanError, or_none=True)
     if isinstance(jump, bool) or not isinstance(jump, Real) or not jump > 1:
         raise PlanError(f"jump: expected a number above 1, got {jump!r}")
     steps = list_steps(open_root(root, storage_options))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from ckpt_tools.storage.local import NO_FILE
 from ckpt_tools.storage.one_file import folder_of
 
 _MOST = 100  # entries that are opened
-_MOST_FILES = 50_000  # of a run, whose bytes are summed up
+_MOST_FILES = 50_000  # of a folder, whose bytes are summed up
 _SHOWN = 6  # other checkpoints that a note names
 RUN, STEP, FOLDER, FILE, LINK = "run", "step", "folder", "file", "link"
 
@@ -36,7 +37,8 @@ class Entry:
     Attributes:
         name: within the folder; that of a folder ends in a slash.
         kind: the format of a checkpoint, or "run", "step", "folder", "file", "link".
-        nbytes: bytes of its files, without those of folders below; None if unknown.
+        nbytes: bytes of its files; on a disk, those of folders below, too, each file once. None if
+            unknown: of a folder in a bucket that holds folders, or of more than 50,000 files.
         about: its contents, or why it is not read; "" for a file that is nothing of a checkpoint.
         is_readable: whether it is a checkpoint, or holds some.
         is_opened: False beyond the first 100 entries.
@@ -137,13 +139,12 @@ def _folder(above: Store, name: str, may_open: bool) -> Entry:
         return Entry(shown, FOLDER, None, "not opened", False, is_opened=False)
     try:
         store = above.enter(name)
-        files = store.list_files()
-        nbytes = sum(files.values())
-        inside = store.folders()
+        files, inside = store.list_files(), store.folders()
+        nbytes = _bytes_below(store) if inside else sum(files.values())
         numbers = sorted(n for each in inside if (n := number_in(each)) is not None)
         if numbers:
             about = f"{_count(len(numbers), 'step')}, the newest is {numbers[-1]:,}"
-            return Entry(shown, RUN, _bytes_below(store), about, True)
+            return Entry(shown, RUN, nbytes, about, True)
         if number_in(name) is not None or any(is_ours(each) for each in files):
             kind = STEP if number_in(name) is not None else FOLDER
             return _opened(shown, kind, nbytes, lambda: open_source_in(store))
@@ -159,13 +160,13 @@ def _folder(above: Store, name: str, may_open: bool) -> Entry:
             more = f" and {len(loose) - 3} more" if len(loose) > 3 else ""
             about = f"files of checkpoints: {', '.join(map(printable, loose[:3]))}{more}"
             return Entry(shown, FOLDER, nbytes, about, True)
-        return _opened(shown, FOLDER, None if inside else nbytes, lambda: open_source_in(store))
+        return _opened(shown, FOLDER, nbytes, lambda: open_source_in(store))
     except CheckpointError as error:
         return _unread(shown, FOLDER, None, error)
 
 
 def _bytes_below(store: Store) -> int | None:
-    """Returns the bytes of a run on a disk, each file once; None in a bucket, or for many files."""
+    """Returns the bytes below a folder, each file once; None in a bucket, or if there are many."""
     if store.capabilities.is_remote:
         return None
     found: dict[tuple[int, int], int] = {}
@@ -222,6 +223,8 @@ def _unread(name: str, kind: str, nbytes: int | None, error: CheckpointError) ->
         if kind == FOLDER and text.startswith("not a checkpoint") and not is_unfinished:
             return Entry(name, kind, nbytes, "no checkpoint in it, three levels down", False)
         text = error.hint if is_unfinished and error.hint else text.partition("; looked for")[0]
+        if several := re.match(r"\d[\d,]* checkpoints lie below", text):
+            return Entry(name, kind, nbytes, several[0], True)
     text = text.removeprefix(f"{printable(name)} ")
     return Entry(name, kind, nbytes, f"not read: {text}", False)
 

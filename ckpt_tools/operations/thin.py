@@ -140,7 +140,7 @@ def thin(
         StorageError: another job holds the run.
     """
     check_count("keep_full", keep_full, PlanError)
-    check_count("keep_every", keep_every, PlanError, none="")
+    check_count("keep_every", keep_every, PlanError, or_none=True)
     if dtype is not None:
         dtype_by_name(dtype)
     where = open_root(root, options.get("storage_options"))

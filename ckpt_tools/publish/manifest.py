@@ -105,6 +105,12 @@ class Manifest:
         return f"salvaged: {number:,} entr{'y' if number == 1 else 'ies'} lost" if number else ""
 
     @property
+    def thinned(self) -> list[str]:
+        """Returns the names that `ckpt thin` has removed; none for a full step."""
+        found = self.source.get("thinned")
+        return [str(key) for key in found] if isinstance(found, list) else []
+
+    @property
     def not_finite(self) -> list[str]:
         """Returns the names of the tensors with NaN or infinity, as far as the save measured it."""
         return [

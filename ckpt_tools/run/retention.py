@@ -49,7 +49,7 @@ class Retention:
 
     def __post_init__(self) -> None:
         for name in ("last", "every", "best", "full"):
-            check_count(name, getattr(self, name), ValueError, none="for no such rule")
+            check_count(name, getattr(self, name), ValueError, or_none="for no such rule")
         for name in ("every_s", "younger_s"):
             value = getattr(self, name)
             if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):

@@ -111,9 +111,8 @@ class Step:
 
     @property
     def thinned(self) -> Sequence[str]:
-        """Returns the top-level keys that `ckpt thin` has removed from it; none for a full step."""
-        found = self.manifest.source.get("thinned") if self.manifest is not None else None
-        return [str(key) for key in found] if isinstance(found, list) else []
+        """Returns the names that `ckpt thin` has removed from it; none for a full step."""
+        return self.manifest.thinned if self.manifest is not None else []
 
     @property
     def not_counted(self) -> str:

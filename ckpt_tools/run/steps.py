@@ -324,6 +324,8 @@ def find_latest(
 
 def no_steps(root: str) -> NotACheckpointError:
     """Returns the error of a command for runs that was given something else."""
+    if "://" not in root and not os.path.lexists(root):
+        return NotACheckpointError(f"no such directory: {printable(root)}")
     runs = runs_below(root)
     return NotACheckpointError(
         f"no steps in {printable(root)}",

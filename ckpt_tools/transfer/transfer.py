@@ -68,6 +68,7 @@ from ckpt_tools.transfer.server_copy import ServerCopy, plan_within
 
 # each holds a part of 8 MiB, or two; 4 take a tenth less memory and read columns more often
 _STREAMS = 12
+_SHOWN = 6  # names of what the source lacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +240,9 @@ class Transfer:
             )
             if self.sealed is not None and self.sealed.salvage_note:
                 self.notes.append(f"the source is {self.sealed.salvage_note}")
+            if self.sealed is not None and (gone := self.sealed.thinned):
+                some = ", ".join(map(printable, gone[:_SHOWN])) + " …" * (len(gone) > _SHOWN)
+                self.notes.append(f"the source was thinned: it lacks {some}")
             found = sealed_fingerprints(self.sealed, self.source, self.request.catalog, self.plan)
             self.sealed_fingerprints: Mapping[str, SealedFingerprint] = {
                 fqn: sealed for fqn, sealed in found.items() if fqn not in self.request.alter

@@ -211,18 +211,24 @@ import os, pathlib
 from ckpt_tools.publish.disk.staging import staging
 with staging(pathlib.Path({str(tmp_path)!r}) / "run" / "step-00000009", "a" * 32) as place:
     (place.path / "x").write_bytes(b"x" * 50_000)
+    os.link(place.path / "x", place.path / "again")
     os.link({str(tmp_path / "other")!r}, place.path / "shared")
     os._exit(1)
 """
     (tmp_path / "other").write_bytes(b"y" * 50_000)
     ckpt_tools.save(tmp_path / "run" / "step-00000001", {"w": torch.ones(4)})
     subprocess.run([sys.executable, "-c", code])
+    said = run_command("ls", tmp_path / "run")
+    assert (
+        said.returncode == 0 and "in 1 hidden directory: the next save removes them" in said.stderr
+    )
     for more, verb in ((["--dry-run"], "would remove"), ([], "removed")):
         done = run_command("prune", tmp_path / "run", "--keep-last", "1", *more)
         (line,) = [line for line in done.stdout.splitlines() if "what a dead job left" in line]
         size = re.search(r"  ([\d.]+) KB, what", line)
         assert line.startswith(verb) and size and 50_000 <= float(size[1]) * 1024 < 60_000
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["step-00000001"]
+    assert "dead jobs" not in run_command("ls", tmp_path / "run").stderr
 
 
 @pytest.mark.parametrize("kind", ["files", "folders"])

@@ -78,22 +78,28 @@ def test_the_parent_of_runs_is_named(tmp_path: Path, ckpt: Run) -> None:
     for name in ("runA", "runB"):
         with CheckpointManager(tmp_path / name) as checkpoints:
             checkpoints.save(1, {"w": torch.ones(2)}, asynchronous=False)
+    with CheckpointManager(tmp_path / "deep" / "runC") as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(2)}, asynchronous=False)
     (tmp_path / "other").mkdir()
     done = ckpt("ls", tmp_path)
     assert done.returncode == 0
     rows = [line.split(maxsplit=4) for line in done.stdout.splitlines()[2:]]
     sizes = [row.pop(2) for row in rows]
     assert rows == [
+        ["deep/", "folder", "KB", "runs lie below: runC"],
         ["other/", "folder", "B", "empty"],
         ["runA/", "run", "KB", "1 step, the newest is 1"],
         ["runB/", "run", "KB", "1 step, the newest is 1"],
     ]
     stored = sum(path.stat().st_size for path in (tmp_path / "runA").rglob("*") if path.is_file())
-    assert sizes[0] == "0" and abs(float(sizes[1]) - stored / 1e3) < 0.2, (sizes, stored)
+    assert sizes[1] == "0" and abs(float(sizes[2]) - stored / 1e3) < 0.2, (sizes, stored)
+    assert abs(float(sizes[0]) - stored / 1e3) < 0.2, "with what lies below"
     more = (("latest",), ("prune", "--keep-last", "1"))
     for words in (("ls", "--bytes"), ("check",), ("thin", "--keep-full", "1"), *more):
         done = ckpt(words[0], tmp_path, *words[1:])
         assert done.returncode == 10 and "runs lie below: runA, runB" in done.stderr, words
+        done = ckpt(words[0], tmp_path / "nothing", *words[1:])
+        assert done.returncode == 10 and "no such directory: " in done.stderr, words
 
 
 def test_layouts_and_ranks_are_not_mixed_up(tmp_path: Path, ckpt: Run) -> None:

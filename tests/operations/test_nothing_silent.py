@@ -204,6 +204,10 @@ def test_a_glob_of_what_merge_leaves_out_says_so(tmp_path: Path, ckpt: Run) -> N
         done = ckpt("merge", tmp_path / "job", tmp_path / "m.safetensors", option, "optimizer.*")
         assert done.returncode == 13
         assert "only the model is written, and 'optimizer.state" in done.stderr
+    file = tmp_path / "m.safetensors"
+    done = ckpt("convert", tmp_path / "job", file, "--to", "safetensors", "--select", "optimizer.*")
+    assert done.returncode == 13
+    assert "only the model is written, and 'optimizer.state" in done.stderr, done.stderr
     done = ckpt("merge", tmp_path / "job", tmp_path / "m.safetensors", "--select", "nothing.*")
     assert done.returncode == 13 and "the nearest names: " in done.stderr
 
@@ -359,7 +363,8 @@ def test_shapes_of_an_adapter_are_compared_before_anything_is_read(tmp_path: Pat
     save_file({"m.weight": torch.zeros(4, 4)}, tmp_path / "base.safetensors")
     names = [f"base_model.model.m.lora_{side}.weight" for side in "AB"]
     torch.save(
-        {name: torch.zeros(1).expand(4, 20_000_000) for name in names}, tmp_path / "adapter_model.bin"
+        {name: torch.zeros(1).expand(4, 20_000_000) for name in names},
+        tmp_path / "adapter_model.bin",
     )
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 2, "target_modules": ["m"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))

@@ -296,6 +296,10 @@ def test_a_request_that_fits_no_step_has_its_own_status(tmp_path: Path, ckpt: Ru
     save_run(tmp_path / "run", 3)
     done = ckpt("thin", tmp_path / "run", "--keep-full", "1", "--drop", "*")
     assert done.returncode == 13 and done.stderr.count("no tensor would be left") == 2
+    done = ckpt("thin", tmp_path / "run", "--keep-full", "1", "--drop", "model.0.weight")
+    assert done.returncode == 0, done.stderr
+    done = ckpt("merge", tmp_path / "run" / "step-00000001", tmp_path / "m.safetensors")
+    assert "the source was thinned: it lacks model.0.weight" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("drop", [(), ("optimizer*",)])

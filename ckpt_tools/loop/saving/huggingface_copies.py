@@ -44,7 +44,7 @@ class HuggingFace:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_count("every", self.every, ValueError, none="")
+        check_count("every", self.every, ValueError, or_none=True)
         if self.base is not None and not is_url(self.base):
             # the job may change its working directory
             object.__setattr__(self, "base", os.path.abspath(self.base))

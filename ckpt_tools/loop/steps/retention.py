@@ -310,9 +310,8 @@ def pin_step(path: Path | str, options: Options = None, removes: bool = False) -
     root = open_root(folder or "/", options)
     step = RunListing(root).find(name)
     if step is None:
-        raise NotACheckpointError(
-            f"no step of a run: {printable(where)}", hint="a step is named like RUN/step-00000100"
-        )
+        hint = "a step is named like RUN/step-00000100" if number_in(name) is None else None
+        raise NotACheckpointError(f"no step of a run: {printable(where)}", hint=hint)
     refuse_unreadable([step], "whether it is pinned")
     if step.is_pinned is not removes:
         return False

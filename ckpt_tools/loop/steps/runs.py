@@ -93,8 +93,8 @@ def prune(
     """
     if (keep_last is None) == (retention is None) or (retention and keep_every is not None):
         raise PlanError("expected keep_last, or retention in its place")
-    check_count("keep_last", keep_last, PlanError, none="")
-    check_count("keep_every", keep_every, PlanError, none="")
+    check_count("keep_last", keep_last, PlanError, or_none=True)
+    check_count("keep_every", keep_every, PlanError, or_none=True)
     rules = Retention(keep_last, keep_every) if retention is None else retention
     check_rules(rules)
     if rules.full is not None:

@@ -107,7 +107,10 @@ class TargetLayout:
         self._is_kept = keeper(self.how.get("keep_dtype", ()), catalog)
         self.parts.notes += uncast(catalog.tensors.values(), self.how.get("dtype"))
         self.parts.notes += self._not_of_the_model()
-        kept = choose(replace(catalog, unread=self._unread()), select, exclude)
+        stored = {entry.stored_name for entry in catalog.tensors.values()}
+        every = (*self.source.catalog.tensors, *self.source.catalog.objects)
+        left_out = [name for name in every if self.is_model and name not in stored]
+        kept = choose(replace(catalog, unread=self._unread()), select, exclude, left_out)
         refuse_unread(kept)
         if excluded := [t for fqn, t in catalog.tensors.items() if fqn not in kept.tensors]:
             self.parts.notes.append(

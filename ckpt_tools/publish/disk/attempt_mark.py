@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -158,14 +159,16 @@ def remove_tree(path: Path) -> None:
 
 
 def own_nbytes(path: Path) -> int:
-    """Returns the bytes of the files below a directory that have no other name."""
-    total = 0
+    """Returns the bytes of the files below a directory that have no name elsewhere."""
+    seen, sizes = Counter[tuple[int, ...]](), dict[tuple[int, ...], int]()
     for folder, _, names in os.walk(path):
         for name in names:
             with suppress(OSError):  # another process removes it
                 at = os.lstat(os.path.join(folder, name))
-                total += at.st_size * (at.st_nlink == 1)
-    return total
+                key = at.st_dev, at.st_ino, at.st_nlink
+                seen[key] += 1
+                sizes[key] = at.st_size
+    return sum(nbytes for key, nbytes in sizes.items() if seen[key] == key[2])
 
 
 def _ignore_missing(call: object, path: str, failure: Any) -> None:
