@@ -47,7 +47,7 @@ def thin(
         typer.Option(
             "--drop",
             metavar="GLOB",
-            help="Remove only entries that match; repeatable. Default: all but the models.",
+            help="Remove what matches, weights too; repeatable. Default: all but the models.",
             show_default=False,
         ),
     ] = None,

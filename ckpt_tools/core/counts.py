@@ -14,10 +14,10 @@ def check_count(
 
     Args:
         name: of the option.
-        value: what the user gave.
+        value: of the option.
         error: the class to raise.
         least: the smallest number.
-        or_none: whether None is allowed; a text says what it means, such as "to keep all steps".
+        or_none: whether None is allowed, or the meaning of None, such as "to keep all steps".
 
     Raises:
         Exception: of class `error`.
