@@ -178,6 +178,11 @@ class Transfer:
                 check_apart(self.source.path, self.dst.url)
             if not (self.request.in_place and self.is_dry_run):  # `thin` has checked the step
                 self.resume.check(overwrite or self.is_dry_run)
+            if self.is_dry_run and not overwrite and not self.request.in_place:
+                try:
+                    self.dst.check(False)
+                except StorageError as error:
+                    self.notes.append(f"without --dry-run, this would fail: {error}")
 
     # ---- plan: the same on all ranks, and that of an earlier attempt if one is continued ---------
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import ckpt_tools
 from ckpt_tools import CheckpointManager
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -100,6 +101,20 @@ def test_the_parent_of_runs_is_named(tmp_path: Path, ckpt: Run) -> None:
         assert done.returncode == 10 and "runs lie below: runA, runB" in done.stderr, words
         done = ckpt(words[0], tmp_path / "nothing", *words[1:])
         assert done.returncode == 10 and "no such directory: " in done.stderr, words
+
+
+def test_a_dry_run_tells_that_the_destination_exists(tmp_path: Path, ckpt: Run) -> None:
+    ckpt_tools.save(tmp_path / "s", {"w": torch.ones(2)})
+    for out, words in (("m.safetensors", ["merge"]), ("two", ["reshard", "--to", "2"])):
+        command = [words[0], tmp_path / "s", tmp_path / out, *words[1:]]
+        before = ckpt(*command, "--dry-run")
+        assert before.returncode == 0 and "would fail" not in before.stdout
+        assert ckpt(*command).returncode == 0
+        again = ckpt(*command, "--dry-run")
+        assert again.returncode == 0 and "this would fail: the destination exists" in again.stdout
+        again = ckpt(*command, "--dry-run", "--overwrite")
+        assert again.returncode == 0 and "would fail" not in again.stdout
+        assert ckpt(*command).returncode == 15
 
 
 def test_layouts_and_ranks_are_not_mixed_up(tmp_path: Path, ckpt: Run) -> None:
