@@ -528,13 +528,13 @@ def show_pruned(result: Pruned, leftovers: Sequence[Leftover], is_dry_run: bool)
         print("nothing to remove")
 
 
-def show_what_dead_jobs_left(leftovers: Sequence[Leftover]) -> None:
-    """Tells on stderr that there is unfinished work, and what removes it."""
-    if leftovers:
-        nbytes = sum(left.nbytes or 0 for left in leftovers)
+def show_unfinished(sizes: Sequence[int]) -> None:
+    """Tells on stderr of hidden directories with unfinished work, given the bytes of each."""
+    if sizes:
         print(
-            f"dead jobs left {format_size(nbytes)} in {count(len(leftovers), 'hidden directory')}:"
-            " the next save removes them, or ckpt prune",
+            f"unfinished: {format_size(sum(sizes))} in"
+            f" {count(len(sizes), 'hidden directory')}; the next save or ckpt prune removes what a"
+            " dead job left",
             file=sys.stderr,
         )
 

@@ -139,16 +139,17 @@ def list_(
         print(f"not steps: {render.some_names(others)}", file=sys.stderr)
     elif others and steps:
         _show_others(root, others, shared)
-    _show_dead_work(where, shared)
+    _show_unfinished(where, shared)
     fail_if_unreadable(steps)
 
 
-def _show_dead_work(where: RunRoot, shared: Shared) -> None:
-    """Tells what dead jobs left in a run on a disk; in a bucket, the look costs requests."""
+def _show_unfinished(where: RunRoot, shared: Shared) -> None:
+    """Tells on stderr of unfinished work in a run on a disk; in a bucket, a look costs requests."""
     from ckpt_tools.cli import render
+    from ckpt_tools.publish.disk.staging import unfinished_in
 
     if isinstance(where.path, Path) and not shared.as_json:
-        render.show_what_dead_jobs_left(where.remove_leftovers(dry_run=True))
+        render.show_unfinished([*unfinished_in(where.path).values()])
 
 
 def _show_others(root: str, others: Sequence[str], shared: Shared) -> None:

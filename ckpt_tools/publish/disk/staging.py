@@ -336,6 +336,20 @@ def remove_dead(
     return dead
 
 
+def unfinished_in(parent: Path) -> dict[Path, int]:
+    """Returns the staging directories and the trash in a folder, with their bytes.
+
+    It takes no lock, which could stop a process. So it does not tell whether one is at work there.
+    """
+    found: dict[Path, int] = {}
+    with suppress(OSError):
+        for entry in os.scandir(parent):
+            is_ours = entry.name.startswith((STAGING, TRASH)) and _ENDING.fullmatch(entry.name[-9:])
+            if is_ours and entry.is_dir(follow_symlinks=False):
+                found[parent / entry.name] = own_nbytes(parent / entry.name)
+    return found
+
+
 def restore_aside(parent: Path, name: str = "") -> None:
     """Restores the name of an old result that a dead attempt has set aside.
 
