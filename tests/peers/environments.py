@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import torchrun_command
+from tests.jobs import LONG, torchrun_command
 
 ROOT = Path(__file__).parent.parent.parent
 JOBS = Path(__file__).parent
@@ -76,6 +76,7 @@ _PEERS = {
 # composer's torchvision has kernels for CUDA only, and others that see it import it; the others are
 # the oldest releases that are admitted
 _ALONE = ("composer", "transformers_4", "accelerate_1", "lightning_2")
+_LONG_ONLY = ("verl", "clouds")  # only the long form of the tests needs them
 
 
 def python_of(peer: str) -> str:
@@ -151,6 +152,6 @@ def run_job(peer: str, num_ranks: int, script: str, *arguments: object) -> None:
 
 
 if __name__ == "__main__":  # installs all, while other tests run
-    for peer in _PEERS:
+    for peer in (name for name in _PEERS if LONG or name not in _LONG_ONLY):
         with contextlib.suppress(pytest.skip.Exception):  # the test that needs it says why
             python_of(peer)
