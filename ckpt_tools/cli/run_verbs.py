@@ -217,9 +217,9 @@ def latest(
     """Print the path of the newest complete step, from which a job would resume, or of the best.
 
     Only --verify reads the bytes: without it, the step may be damaged. Skipped newer steps are
-    listed on stderr with the reason. With --best, steps without a finite
-    value of the metric, and steps that are not finite themselves, do not count; they are listed,
-    too. Exit status 10 if there is no such step.
+    listed on stderr with the reason. With --best, steps without a finite value of the metric, and
+    steps that are not finite themselves, do not count; they are listed, too. Exit status 10 if
+    there is no such step.
     """
     from ckpt_tools.cli import render
 

@@ -62,7 +62,7 @@ def thin(
 
     A thinned step is complete and sealed. It takes the place of the full one in one instant. Pinned
     steps, and steps with files that no save wrote, stay full. No job may be saving to ROOT. Exit
-    status 14 if a step is damaged, 13 if --drop or --dtype does not fit one, 15 if one cannot be
+    status 14 if a step is damaged, 13 if the request does not fit one, 15 if one cannot be
     thinned for another reason: it is as it was, and the others are thinned.
     """
     from ckpt_tools.cli import render

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +20,11 @@ from ckpt_tools.formats.registry import (
 )
 from ckpt_tools.publish.step_names import number_in
 from ckpt_tools.storage import LocalStore, Store, is_url, local_path, open_store
-from ckpt_tools.storage.local import NO_FILE
+from ckpt_tools.storage.local import NO_FILE, files_below
 from ckpt_tools.storage.one_file import folder_of
 
 _MOST = 100  # entries that are opened
-_MOST_FILES = 50_000  # of a folder, whose bytes are summed up
+_MOST_FILES = 50_000  # whose bytes are summed up, in all entries together
 _SHOWN = 6  # other checkpoints that a note names
 RUN, STEP, FOLDER, FILE, LINK = "run", "step", "folder", "file", "link"
 
@@ -38,7 +37,7 @@ class Entry:
         name: within the folder; that of a folder ends in a slash.
         kind: the format of a checkpoint, or "run", "step", "folder", "file", "link".
         nbytes: bytes of its files; on a disk, those of folders below, too, each file once. None if
-            unknown: of a folder in a bucket that holds folders, or of more than 50,000 files.
+            unknown: of a folder in a bucket that holds folders, or beyond the first 50,000 files.
         about: its contents, or why it is not read; "" for a file that is nothing of a checkpoint.
         is_readable: whether it is a checkpoint, or holds some.
         is_opened: False beyond the first 100 entries.
@@ -84,9 +83,9 @@ def entries_of(
         strays = {
             n: to for n, to in store.strays().items() if not n.startswith(".") and is_wanted(n)
         }
-        look = iter(range(_MOST))
+        look, files_left = iter(range(_MOST)), iter(range(_MOST_FILES))
         return [
-            *(_folder(store, name, next(look, None) is not None) for name in folders),
+            *(_folder(store, name, next(look, None) is not None, files_left) for name in folders),
             *(
                 _file(f"{where}/{name}", name, size, storage_options, look)
                 for name, size in sorted(files.items(), key=lambda item: natural(item[0]))
@@ -133,14 +132,14 @@ def _link(name: str, target: str) -> Entry:
     return Entry(name, LINK, None, about, False)
 
 
-def _folder(above: Store, name: str, may_open: bool) -> Entry:
+def _folder(above: Store, name: str, may_open: bool, files_left: Iterator[int]) -> Entry:
     shown = f"{name}/"
     if not may_open:
         return Entry(shown, FOLDER, None, "not opened", False, is_opened=False)
     try:
         store = above.enter(name)
         files, inside = store.list_files(), store.folders()
-        nbytes = _bytes_below(store) if inside else sum(files.values())
+        nbytes = _bytes_below(store, files_left) if inside else sum(files.values())
         numbers = sorted(n for each in inside if (n := number_in(each)) is not None)
         if numbers:
             about = f"{_count(len(numbers), 'step')}, the newest is {numbers[-1]:,}"
@@ -165,18 +164,18 @@ def _folder(above: Store, name: str, may_open: bool) -> Entry:
         return _unread(shown, FOLDER, None, error)
 
 
-def _bytes_below(store: Store) -> int | None:
-    """Returns the bytes below a folder, each file once; None in a bucket, or if there are many."""
+def _bytes_below(store: Store, files_left: Iterator[int]) -> int | None:
+    """Returns the bytes below a folder, each file once; None in a bucket, or if there are many.
+
+    Each file takes one of `files_left`.
+    """
     if store.capabilities.is_remote:
         return None
     found: dict[tuple[int, int], int] = {}
-    for folder, _, names in os.walk(store.url):
-        for name in names:
-            with suppress(OSError):  # a job removes it
-                at = os.lstat(os.path.join(folder, name))
-                found[at.st_dev, at.st_ino] = at.st_size
-        if len(found) > _MOST_FILES:
+    for at in files_below(store.url):
+        if next(files_left, None) is None:
             return None
+        found[at.st_dev, at.st_ino] = at.st_size
     return sum(found.values())
 
 

@@ -11,7 +11,7 @@ import os
 import resource
 import stat
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -68,6 +68,17 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
         return entry.is_file()
     except OSError:  # links in a circle, or a link into a folder that is closed to this user
         return False
+
+
+def files_below(folder: str | os.PathLike[str]) -> Iterator[os.stat_result]:
+    """Yields the status of each file below a directory, as far as it is still there.
+
+    It follows no links.
+    """
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # another process removes it
+                yield os.lstat(os.path.join(place, name))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

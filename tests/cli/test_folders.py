@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt_tools
+from ckpt_tools.operations import folder
 from ckpt_tools.operations.folder import entries_of
 from tests.command import run_command
 from tests.servers.servers import Server
@@ -66,7 +67,9 @@ ABOUT = {
 }
 
 
-def test_each_thing_is_told_and_none_hides_another(mixed: Path) -> None:
+def test_each_thing_is_told_and_none_hides_another(
+    mixed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = {one.name: one for one in entries_of(mixed)}
     assert set(found) == set(ABOUT)
     for name, (kind, about) in ABOUT.items():
@@ -76,6 +79,9 @@ def test_each_thing_is_told_and_none_hides_another(mixed: Path) -> None:
     found["run/"] = next(one for one in entries_of(mixed) if one.name == "run/")
     sizes = {p.stat().st_ino: p.stat().st_size for p in (mixed / "run").rglob("*") if p.is_file()}
     assert found["run/"].nbytes == sum(sizes.values()), "each file counts once"
+    monkeypatch.setattr(folder, "_MOST_FILES", 3)
+    few = {one.name: one.nbytes for one in entries_of(mixed)}
+    assert few["run/"] is None and few["alone/"] == found["alone/"].nbytes
     readable = {"run/", "deep/", "alone/", "loose/", "model.safetensors", "old.pt"}
     assert {name for name, one in found.items() if one.is_readable} == readable
     assert found["model.safetensors"].nbytes == (mixed / "model.safetensors").stat().st_size

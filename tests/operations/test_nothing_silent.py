@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools import CheckpointManager, IntegrityError, PlanError
+from ckpt_tools import CheckpointManager, FormatError, IntegrityError, PlanError
 from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.operations.verification import Verification
@@ -380,3 +380,12 @@ def test_shapes_of_an_adapter_are_compared_before_anything_is_read(tmp_path: Pat
     *_, said, peak = done.stdout.splitlines() or [""]
     assert "the adapter does not fit" in done.stdout, done.stdout + done.stderr
     assert int(peak) < 450_000, said
+    matrices = {names[0]: torch.zeros(70_000, 4), names[1]: torch.zeros(4, 70_000)}
+    torch.save(matrices, tmp_path / "adapter_model.bin")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"r": 70_000}))
+    with pytest.raises(FormatError, match="a LoRA matrix of rank 70000"):
+        ckpt_tools.merge(
+            tmp_path / "base.safetensors",
+            tmp_path / "o.safetensors",
+            lora=tmp_path / "adapter_model.bin",
+        )

@@ -15,7 +15,7 @@ from ckpt_tools.core.checksum import crc64nvme, join_crc64
 from ckpt_tools.loop.state.shards import as_bytes
 
 _PIECE_BYTES = 32 << 20  # of a tensor, for one thread
-_WORDS = 1 << 20  # mixed at one time: they and three results of their size fit a device's cache
+_WORDS = 1 << 20  # mixed at one time, so that about 32 MiB beside the tensor are enough
 # odd numbers with about as many ones as zeros, as signed words
 _STEP, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 

@@ -109,7 +109,7 @@ class TargetLayout:
         self.parts.notes += self._not_of_the_model()
         stored = {entry.stored_name for entry in catalog.tensors.values()}
         every = (*self.source.catalog.tensors, *self.source.catalog.objects)
-        left_out = [name for name in every if self.is_model and name not in stored]
+        left_out = [n for n in every if n not in stored] if self.is_model else []
         kept = choose(replace(catalog, unread=self._unread()), select, exclude, left_out)
         refuse_unread(kept)
         if excluded := [t for fqn, t in catalog.tensors.items() if fqn not in kept.tensors]:

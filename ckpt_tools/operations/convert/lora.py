@@ -48,7 +48,7 @@ _MAX_ALPHA = 1e9
 _MAX_PATTERNS = 4_096  # each is matched with each name
 _MAX_PATTERN_CHARS, _MAX_PATTERN_BYTES = 4096, 1 << 17  # as text, and as a program of RE2
 _MAX_MODULE_CHARS = 512
-_MAX_RANK = 1 << 16
+_MAX_RANK = 1 << 16  # both matrices are held in memory
 _MAX_MATCH_S = 60.0  # of processor time
 _WITH_PEFT = "load the base as the training did, and merge with PEFT (merge_and_unload)"
 _FUSED = ("qkv", "query_key_value", "c_attn", "gate_up")  # modules that hold several projections
@@ -102,7 +102,8 @@ def _read_lora(
                 f" {match['side']} ({printable(source.path)})",
                 hint="give each adapter a directory of its own",
             )
-        pair[match["side"]] = _refuse_other(entry)
+        _refuse_other(entry)
+        pair[match["side"]] = entry
     result: dict[str, Alter] = {}
     modules = _Modules(config, source.path)
     cut = _without_key(sides, model)
@@ -406,18 +407,13 @@ def _patterns(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     return patterns
 
 
-def _refuse_other(entry: TensorEntry) -> TensorEntry:
-    """Returns a matrix of numbers, and refuses any other tensor.
-
-    Raises:
-        PlanError: it is no matrix that can be merged here.
-    """
+def _refuse_other(entry: TensorEntry) -> None:
+    """Refuses a tensor that is no matrix of numbers."""
     if len(entry.shape) != 2 or not entry.dtype.is_castable:
         raise PlanError(
             f"only LoRA of linear layers is merged: {printable(entry.fqn)!r} is {entry.dtype.name}"
             f" {list(entry.shape)}"
         )
-    return entry
 
 
 def _check_fit(weight: TensorEntry, pair: Mapping[str, TensorEntry], is_transposed: bool) -> None:

@@ -23,6 +23,7 @@ from ckpt_tools.formats.registry import is_ours
 from ckpt_tools.publish.find_manifest import read_manifest
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.storage import LocalStore
+from ckpt_tools.storage.local import files_below
 
 MARK = "ckpt.attempt."  # a note, so readers ignore one that a power cut leaves in a result
 STAGING, TRASH = ".tmp.", ".trash."
@@ -161,13 +162,10 @@ def remove_tree(path: Path) -> None:
 def own_nbytes(path: Path) -> int:
     """Returns the bytes of the files below a directory that have no name elsewhere."""
     seen, sizes = Counter[tuple[int, ...]](), dict[tuple[int, ...], int]()
-    for folder, _, names in os.walk(path):
-        for name in names:
-            with suppress(OSError):  # another process removes it
-                at = os.lstat(os.path.join(folder, name))
-                key = at.st_dev, at.st_ino, at.st_nlink
-                seen[key] += 1
-                sizes[key] = at.st_size
+    for at in files_below(path):
+        key = at.st_dev, at.st_ino, at.st_nlink
+        seen[key] += 1
+        sizes[key] = at.st_size
     return sum(nbytes for key, nbytes in sizes.items() if seen[key] == key[2])
 
 
