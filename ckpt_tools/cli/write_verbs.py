@@ -324,6 +324,19 @@ def convert(
             show_default=False,
         ),
     ] = None,
+    names: Annotated[
+        str | None,
+        typer.Option(
+            "--names",
+            metavar="hub|transformers",
+            help=(
+                "Names and tensors of files on the Hub (the default of hf), or of transformers in"
+                " memory, with their optimizer state; needs --base."
+            ),
+            show_default=False,
+            rich_help_panel="More",
+        ),
+    ] = None,
     mesh: Annotated[
         str | None,
         typer.Option(
@@ -376,6 +389,7 @@ def convert(
             model_only=model_only,
             keep_prefix=keep_prefix,
             base=base,
+            names=names,
             mesh=mesh,
             max_shard_bytes=max_shard_size,
             check=check,

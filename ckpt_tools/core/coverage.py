@@ -76,7 +76,7 @@ class _Covers:
         kind = entry.shape, *[box for box, _ in entry.chunks]
         if kind in self._proved:
             return None
-        error = _check_cover(self._catalog, entry)
+        error = cover_error(self._catalog, entry)
         if error is None and len(self._proved) < _MOST_PROVED:
             self._proved.add(kind)
         return error
@@ -154,7 +154,8 @@ def _overlaps(catalog: Catalog) -> Iterator[Flaw]:
                 end, last = start + nbytes, ranges[start, nbytes]
 
 
-def _check_cover(catalog: Catalog, entry: TensorEntry) -> CatalogError | None:
+def cover_error(catalog: Catalog, entry: TensorEntry) -> CatalogError | None:
+    """Returns the error of a tensor that its chunks do not cover; equal boxes count once."""
     name, ndim, end = printable(entry.fqn), len(entry.shape), entry.shape
     for box, extent in entry.chunks:
         if len(box.offsets) != ndim or len(box.sizes) != ndim:

@@ -64,6 +64,7 @@ from ckpt_tools.transfer.prove import (
 )
 from ckpt_tools.transfer.result import TransferResult, bytes_by_dtype, result_of
 from ckpt_tools.transfer.resume import Resume, forget
+from ckpt_tools.transfer.segments import prove_apart, prove_segments, segment_proofs
 from ckpt_tools.transfer.server_copy import ServerCopy, plan_within
 
 # each holds a part of 8 MiB, or two; 4 take a tenth less memory and read columns more often
@@ -252,6 +253,11 @@ class Transfer:
             self.sealed_fingerprints: Mapping[str, SealedFingerprint] = {
                 fqn: sealed for fqn, sealed in found.items() if fqn not in self.request.alter
             }
+            self.segments = segment_proofs(
+                self.sealed, self.source, self.request.catalog, self.plan, self.request.alter
+            )
+            apart = self.segments.apart[self.group.rank :: self.group.size]
+            prove_apart(self.source, self.segments, apart, self.jobs, self.tiles)
 
     def _may_assume(self) -> bool:
         is_dear = self.source.store.capabilities.is_remote
@@ -378,6 +384,7 @@ class Transfer:
             self.fingerprints = copied | self.sink.fingerprints.join()
             with self.resume.forgotten_if_wrong(attempt):
                 prove_fingerprints(self.source, self.sealed_fingerprints, self.fingerprints)
+                prove_segments(self.source, self.segments, self.fingerprints)
         if self.request.prove is not None:
             self.request.prove(self.group)
         if self.request.in_place:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
-from ckpt_tools import PlanError
+from ckpt_tools import IntegrityError, PlanError
 from tests.operations.llamas import base, llama
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -153,7 +153,7 @@ THREE = {f"l.{n}": torch.ones(4, 2) for n in "qkv"}
         (
             {name: adam(4) | {"row": torch.ones(4) * number} for number, name in enumerate(THREE)},
             [{"lr": 0.1, "params": list(THREE)}],
-            "'row' differs, or cannot be joined",
+            r"its state 'row' has the shape \[4\]",
         ),
     ],
     ids=["step", "missing", "groups", "factored"],
@@ -310,3 +310,31 @@ def test_names_of_experts_in_memory_are_told(tmp_path: Path) -> None:
         )
         told = "".join(note for note in result.notes if "in memory" in note)
         assert ("files on the Hub have otherwise" in told and "gate_up_proj" in told) == is_told
+
+
+@pytest.mark.parametrize("at", ["split", "fuse", "moment"])
+def test_a_flipped_bit_in_a_tensor_that_is_cut_or_joined_is_found(at: str, tmp_path: Path) -> None:
+    """The fingerprint of a sealed tensor is that of its parts, one after the other."""
+    torch.manual_seed(0)
+    tensors = {"l.qkv": torch.randn(16, 4), "l.other": torch.randn(4)}
+    if at == "fuse":
+        tensors = {name: torch.randn(4, 4) for name in THREE}
+    moments = {n: {"exp_avg": torch.randn_like(v)} for n, v in tensors.items()}
+    groups = [{"lr": 0.1, "params": list(tensors)}]
+    source = job(tmp_path / "j.pt", tensors, moments, groups)
+    sealed = tmp_path / "sealed"
+    ckpt_tools.convert(source, sealed, to="dcp")
+    rules = write_map(
+        tmp_path, **{"fuse": [FUSE]} if at == "fuse" else {"split": [SPLIT]}, keep=[".*"]
+    )
+    ckpt_tools.convert(sealed, tmp_path / "good", to="dcp", key_map=rules)
+    name = {"split": "l.qkv", "fuse": "l.k", "moment": "l.qkv"}[at]
+    value = moments[name]["exp_avg"] if at == "moment" else tensors[name]
+    (file,) = sealed.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    where = data.index(value.numpy().tobytes())
+    data[where + 9] ^= 16
+    file.write_bytes(data)
+    with pytest.raises(IntegrityError):
+        ckpt_tools.convert(sealed, tmp_path / "bad", to="dcp", key_map=rules)
+    assert not (tmp_path / "bad").exists()

@@ -27,14 +27,17 @@ from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.convert.huggingface import (
     check_loads,
     head_counts,
+    read_config,
 )
 from ckpt_tools.operations.convert.key_map import apply_map, check_settings, read_map
 from ckpt_tools.operations.convert.layouts import TargetLayout
+from ckpt_tools.operations.convert.model_names import shapes_in
 from ckpt_tools.operations.convert.options import Conversion, check_request, substitute
 from ckpt_tools.operations.convert.param_order import ModelOrder, read_order
 from ckpt_tools.operations.convert.take_apart import check_used, take_apart
 from ckpt_tools.operations.convert.targets import TARGETS
 from ckpt_tools.operations.convert.training_state import TrainingState, in_order, refuse_unnamed
+from ckpt_tools.operations.convert.transformers_names import HUB, ask_transformers, rename_as
 from ckpt_tools.operations.dequantize import dequantize
 from ckpt_tools.operations.folder import note_on_others
 from ckpt_tools.operations.merge_reshard import (
@@ -99,7 +102,7 @@ def convert_source(
     storage_options = how.get("storage_options")
     is_model = how.get("model_only") or TARGETS[to].is_model
     taken = _taken_apart(source, to, how, bool(is_model), is_unordered)
-    parts = _renamed(taken, source, how)
+    parts = _named_by_transformers(_renamed(taken, source, how), to, how, source)
     parts.tensors = {fqn: t for fqn, t in parts.tensors.items() if not fqn.startswith(_COPIES)}
     numbers = None
     if how.get("dtype") is not None:
@@ -246,6 +249,35 @@ def _renamed(parts: TrainingState, source: Source, how: Conversion) -> TrainingS
             raise PlanError(
                 f"--rename {printable(rule)!r} changes no name", hint=f"names look like: {some}"
             )
+    return parts
+
+
+def _named_by_transformers(
+    parts: TrainingState, to: str, how: Conversion, source: Source
+) -> TrainingState:
+    """Returns the training state with the names of transformers' files, or of its memory.
+
+    Directories for transformers have those of files, unless `names` says otherwise.
+    """
+    base, wanted = how.get("base"), how.get("names")
+    if base is None or (wanted is None and to != "hf") or not parts.model:
+        return parts
+    there = shapes_in(base)
+    if wanted is None and parts.model.keys() <= there.keys():
+        return parts  # the directory has files with these names
+    names, reason = ask_transformers(base, read_config(base))
+    if names is None:
+        if wanted is not None:
+            raise PlanError(
+                f"--names {wanted}: transformers cannot say what the names of the config's model"
+                f" are: {printable(reason)} ({printable(str(base))})"
+            )
+        return parts  # a note comes with the comparison of names
+    for optimizer in parts.optimizers:
+        if optimizer.is_unnamed and wanted is not None:
+            refuse_unnamed(parts, "--names changes parameters and their state")
+    parts = rename_as(parts, names, wanted or HUB, source, str(base))
+    parts.saved_by_transformers = names.files
     return parts
 
 

@@ -11,27 +11,25 @@ optional, and each tensor must be matched. See "Key maps" in docs/convert.md.
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.core.catalog import ChunkList, TensorEntry
-from ckpt_tools.core.views import RowRange, stack_rows, take_layer, take_rows
+from ckpt_tools.core.box import row_major_strides
+from ckpt_tools.core.relations import Place, Relation
 from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.formats.registry import Source
-from ckpt_tools.operations.convert.training_state import OptimizerState, TrainingState
-from ckpt_tools.storage import read
+from ckpt_tools.operations.convert.relate import located, names_of, relate, shape_of
+from ckpt_tools.operations.convert.training_state import TrainingState
 from ckpt_tools.storage.small_files import parse_json, read_named
 
 _OWN = Path(__file__).parents[2] / "maps"
 _KEYS = {"about", "drop", "keep", "rename", "rope", "split", "fuse", "unstack"}
 _SHOWN = 8
-_MAX_SCALAR_BYTES = 64  # of a value that a parameter has beside its moments, such as its step
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,18 +187,9 @@ def apply_map(
     return _Mapping(parts, keys, source).apply(is_partial)
 
 
-def _names(parts: TrainingState) -> list[str]:
-    """Returns the names of all parameters: those of the model, then those of optimizers alone."""
-    names = dict.fromkeys(parts.model)
-    for optimizer in parts.optimizers:
-        names |= dict.fromkeys(optimizer.state)
-        names |= dict.fromkeys(name for group in optimizer.groups for name in group["params"])
-    return list(names)
-
-
 def _dropped(parts: TrainingState, keys: KeyMap) -> TrainingState:
     """Returns the training state without the tensors that a map leaves out, and notes them."""
-    gone = {n for n in _names(parts) if any(pattern.fullmatch(n) for pattern in keys.drop)}
+    gone = {n for n in names_of(parts) if any(pattern.fullmatch(n) for pattern in keys.drop)}
     if not gone:
         return parts
     parts.notes.append(
@@ -224,7 +213,7 @@ class _Mapping:
 
     def __init__(self, parts: TrainingState, keys: KeyMap, source: Source) -> None:
         self.parts, self.keys, self.source = parts, keys, source
-        self.raw = _raw(parts, keys, source)
+        self.raw = located(parts, _cut(parts, keys), source)
         self.known: set[str] = set()
         self.unused: list[str] = []  # patterns of rules that matched nothing
 
@@ -245,7 +234,7 @@ class _Mapping:
         self._rename()
         rest = [
             name
-            for name in _names(self.parts)
+            for name in names_of(self.parts)
             if name not in self.known and not any(p.fullmatch(name) for p in self.keys.keep)
         ]
         if not self.known:
@@ -259,12 +248,12 @@ class _Mapping:
 
     def _matched(self, rule: Mapping[str, Any]) -> list[str]:
         """Returns the names that a rule matches: for one that joins, the first of each set."""
-        names = _names(replace(self.parts, model={}) if rule.get("of") else self.parts)
+        names = names_of(replace(self.parts, model={}) if rule.get("of") else self.parts)
         return [name for name in names if rule["match"].fullmatch(name)]
 
     def _rename(self) -> None:
         for pattern, new, is_optional in self.keys.rename:
-            found = {name for name in _names(self.parts) if pattern.search(name)}
+            found = {name for name in names_of(self.parts) if pattern.search(name)}
             if not found and not is_optional:
                 self.unused.append(pattern.pattern)
             self.parts = self.parts.renamed(partial(pattern.sub, new))
@@ -290,32 +279,51 @@ class _Mapping:
             self.parts.notes.append(f"a rule of the key map matches nothing: {printable(pattern)}")
 
     def _transform(self, kind: str, name: str, rule: Mapping[str, Any]) -> None:
+        """Applies a rule to a tensor, in the model and in optimizers."""
         if kind == "fuse":
-            if name in _names(self.parts):  # else it has been joined as the second of another set
+            if name in names_of(self.parts):  # else it has been joined as the second of another set
                 self._fuse(name, rule)
             return
-        shape = _shape_of(self.parts, name)
-        changes: dict[str, Change] = {}
+        shape = shape_of(self.parts, name)
         if not shape and (kind == "unstack" or name in self.parts.model):
             raise PlanError(f"a scalar has no rows for the key map: {printable(name)!r}")
         if not shape:  # an optimizer lists the parameter, and has no moments of it
             names = [rule["match"].sub(new, name) for new in rule.get("into", ())] or [name]
-            changes = dict.fromkeys(names, lambda entry: entry)
+            found = {
+                new: [Relation((0,), Place(name, 0, (1,)), Place(new, 0, (1,)))] for new in names
+            }
+            self._relate(found, {name: shape}, dict.fromkeys(names, shape))
         elif kind == "unstack":
-            names = [
-                rule["match"].sub(rule["into"].replace("{layer}", str(n)), name)
-                for n in range(shape[0])
-            ]
-            changes = {new: partial(_layer, self.raw, n) for n, new in enumerate(names)}
+            self._unstack(name, shape, rule)
         elif kind == "split":
-            changes = self._split(name, shape[0], rule)
+            self._split(name, shape, rule)
         else:
-            rows = _rope_rows(name, shape[0], self.keys.number(rule["heads"]), rule["to"])
-            changes = {name: partial(_rows, self.raw, rows, shape[0])}
-        self.parts = _replaced(self.parts, name, shape, changes)
-        self.known |= changes.keys()
+            heads = self.keys.number(rule["heads"])
+            found = {name: [_rope(name, shape, heads, rule["to"])]}
+            self._relate(found, {name: shape}, {name: shape})
 
-    def _split(self, name: str, num_rows: int, rule: Mapping[str, Any]) -> dict[str, Change]:
+    def _relate(
+        self,
+        relations: Mapping[str, Sequence[Relation]],
+        left: Mapping[str, tuple[int, ...]],
+        right: Mapping[str, tuple[int, ...]],
+        with_model: bool = True,
+    ) -> None:
+        self.parts = relate(self.parts, relations, left, right, self.source, self.raw, with_model)
+        self.known |= relations.keys()
+
+    def _unstack(self, name: str, shape: tuple[int, ...], rule: Mapping[str, Any]) -> None:
+        """Cuts a tensor of all layers."""
+        strides, relations = row_major_strides(shape), dict[str, list[Relation]]()
+        for layer in range(shape[0]):
+            new = rule["match"].sub(rule["into"].replace("{layer}", str(layer)), name)
+            if new in relations:
+                raise PlanError(f"two layers would get one name: {printable(new)!r}")
+            place = Place(name, layer * strides[0], strides[1:])
+            relations[new] = [Relation(shape[1:], place, Place(new, 0, strides[1:]))]
+        self._relate(relations, {name: shape}, dict.fromkeys(relations, shape[1:]))
+
+    def _split(self, name: str, shape: tuple[int, ...], rule: Mapping[str, Any]) -> None:
         """Cuts a tensor by rows. `parts` in the rule has the relative sizes of the results.
 
         With `groups`, the tensor has so many groups of rows, and each has rows of every result.
@@ -324,28 +332,26 @@ class _Mapping:
         groups = self.keys.number(rule.get("groups", 1))
         if (
             len(shares) != len(rule["into"])
-            or num_rows % sum(shares)
-            or any(share * (num_rows // sum(shares)) % groups for share in shares)
+            or shape[0] % sum(shares)
+            or any(share * (shape[0] // sum(shares)) % groups for share in shares)
         ):
             raise PlanError(
-                f"{num_rows} rows cannot be split as {shares}"
+                f"{shape[0]} rows cannot be split as {shares}"
                 f"{f' in {groups} groups' if groups > 1 else ''}: {printable(name)!r}"
             )
-        sizes = [share * (num_rows // sum(shares)) // groups for share in shares]
-        changes: dict[str, Change] = {}
-        for number, (new, size) in enumerate(zip(rule["into"], sizes, strict=True)):
-            start, each = sum(sizes[:number]), sum(sizes)
-            rows = [RowRange(g * size, start + g * each, size) for g in range(groups)]
-            changes[rule["match"].sub(new, name)] = partial(_rows, self.raw, rows, size * groups)
-        if len(changes) != len(shares):
+        names = [rule["match"].sub(new, name) for new in rule["into"]]
+        if len(set(names)) != len(shares):
             raise PlanError(
-                f"two parts would get one name: {', '.join(map(printable, changes))}, of"
+                f"two parts would get one name: {', '.join(map(printable, names))}, of"
                 f" {printable(name)!r}"
             )
-        return changes
+        rows = [share * (shape[0] // sum(shares)) for share in shares]
+        found = _side_by_side(name, names, rows, shape[1:], groups)
+        right = {new: (number, *shape[1:]) for new, number in zip(names, rows, strict=True)}
+        self._relate({new: [r] for new, r in found.items()}, {name: shape}, right)
 
     def _fuse(self, first: str, rule: Mapping[str, Any]) -> None:
-        """Joins tensors by rows, in the model and in optimizers.
+        """Joins tensors by rows.
 
         `first` is the first tensor. The rule derives the names of the others from it. With
         `groups`, the rows of each tensor are so many groups, and the groups alternate.
@@ -353,109 +359,54 @@ class _Mapping:
         names = [rule["match"].sub(name, first) for name in rule["from"]]
         if len(set(names)) != len(names):
             raise PlanError(f"the key map joins a tensor with itself: {printable(names[0])!r}")
-        new, parts = rule["match"].sub(rule["into"], first), self.parts
-        join = partial(self._joined, groups=self.keys.number(rule.get("groups", 1)))
-        model = parts.model
-        if not rule.get("of") and first in model:
-            _check_all(names, model, first)
-            _check_new([new], model, set(names))
-            joined = join(new, [model[name] for name in names])
-            model = {
-                new if n == first else n: joined if n == first else entry
-                for n, entry in model.items()
-                if n == first or n not in names
-            }
-        used = {model_entry.stored_name for n in names if (model_entry := parts.model.get(n))}
-        self.parts = replace(
-            parts,
-            model=model,
-            optimizers=[self._fused_state(o, names, new, join) for o in parts.optimizers],
-            used=parts.used | used,
+        new, groups = (
+            rule["match"].sub(rule["into"], first),
+            self.keys.number(rule.get("groups", 1)),
         )
-        self.known |= {new}
-
-    def _fused_state(
-        self, optimizer: OptimizerState, names: Sequence[str], new: str, join: Join
-    ) -> OptimizerState:
-        """Returns an optimizer with one parameter in the place of several."""
-        groups = optimizer.groups
-        holders = [n for n, group in enumerate(groups) if any(p in names for p in group["params"])]
-        if len(holders) > 1:
-            raise PlanError(
-                f"the key map joins parameters with different options in"
-                f" {printable(optimizer.prefix) or 'the optimizer'}:"
-                f" {printable(', '.join(names))}",
-                hint="--model-only leaves the optimizer out",
-            )
-        state = {n: values for n, values in optimizer.state.items() if n not in names}
-        if len(state) != len(optimizer.state):
-            _check_all(names, optimizer.state, names[0], "the state of a tensor is")
-            _check_new([new], optimizer.state, set(names))
-            state[new] = self._joined_values(new, [optimizer.state[n] for n in names], names, join)
-        return replace(
-            optimizer,
-            state=state,
-            groups=[
-                {
-                    **group,
-                    "params": list(
-                        dict.fromkeys(new if p in names else p for p in group["params"])
-                    ),
-                }
-                for group in groups
-            ],
-        )
-
-    def _joined_values(
-        self, new: str, states: Sequence[Mapping[str, Any]], names: Sequence[str], join: Join
-    ) -> dict[str, Any]:
-        """Returns the state of one parameter in the place of several.
-
-        Raises:
-            PlanError: a value that cannot be joined, such as the step, differs.
-        """
-        shapes = [_state_shape(self.parts, name) for name in names]
-        joined: dict[str, Any] = {}
-        for key, value in states[0].items():
-            values = [state.get(key) for state in states]
-            entries = [v for v in values if isinstance(v, TensorEntry)]
-            if len(entries) == len(values) and [e.shape for e in entries] == shapes:
-                joined[key] = join(f"{new}.{key}", entries)
-                continue
-            if any(self._value(v) != self._value(value) for v in values):
+        shapes = {name: shape_of(self.parts, name) for name in names}
+        if not any(shapes.values()):  # an optimizer lists them, and has no moments of them
+            found = [Relation((0,), Place(n, 0, (1,)), Place(new, 0, (1,))) for n in names]
+            self._relate({new: found}, shapes, {new: ()}, not rule.get("of"))
+            return
+        rest = shapes[first][1:]
+        for name, shape in shapes.items():
+            if name in names_of(self.parts) and (not shape or shape[1:] != rest):
                 raise PlanError(
-                    f"the key map joins parameters whose {printable(key)!r} differs, or cannot be"
-                    f" joined: {printable(', '.join(names))}",
-                    hint="--model-only leaves the optimizer out",
+                    "tensors of different widths cannot become one:"
+                    f" {', '.join(f'{printable(n)} {list(s)}' for n, s in shapes.items())}"
                 )
-            joined[key] = value
-        return joined
-
-    def _value(self, value: Any) -> Any:
-        """Returns a value that can be compared: of a small tensor, its bytes."""
-        if not isinstance(value, TensorEntry) or value.nbytes > _MAX_SCALAR_BYTES:
-            return value
-        chunks = self.raw(value).chunks
-        return value.dtype, value.shape, [read(self.source.store, *c.extent[:3]) for c in chunks]
-
-    def _joined(self, new: str, entries: Sequence[TensorEntry], groups: int) -> TensorEntry:
-        if groups == 1:
-            return stack_rows(new, entries)
-        for entry in entries:
-            if not entry.shape or entry.shape[0] % groups:
+            if shape and shape[0] % groups:
                 raise PlanError(
-                    f"the rows cannot form {groups} groups: {printable(entry.fqn)!r}, shape"
-                    f" {list(entry.shape)}"
+                    f"the rows cannot form {groups} groups: {printable(name)!r}, shape"
+                    f" {list(shape)}"
                 )
-        sizes = [entry.shape[0] // groups for entry in entries]
-        return stack_rows(
-            new,
-            [
-                _rows(self.raw, [RowRange(0, g * size, size)], size, entry)
-                for g in range(groups)
-                for entry, size in zip(entries, sizes, strict=True)
-            ],
+        rows = [shape[0] if shape else 0 for shape in shapes.values()]
+        found = [r.inverse() for r in _side_by_side(new, names, rows, rest, groups).values()]
+        self._relate({new: found}, shapes, {new: (sum(rows), *rest)}, not rule.get("of"))
+
+
+def _side_by_side(
+    whole: str, names: Sequence[str], rows: Sequence[int], rest: tuple[int, ...], groups: int
+) -> dict[str, Relation]:
+    """Returns the relations of a tensor with those that have its rows, one after the other.
+
+    Args:
+        whole, names: of the tensor and of its parts.
+        rows: of each part.
+        rest: the other dims.
+        groups: the rows of the whole are so many groups, and each has rows of every part.
+    """
+    width, *strides = row_major_strides((1, *rest))
+    found, start = {}, 0
+    for name, number in zip(names, rows, strict=True):
+        size, each = number // groups, sum(rows) // groups
+        found[name] = Relation(
+            (groups, size, *rest),
+            Place(whole, start * width, (each * width, width, *strides)),
+            Place(name, 0, (size * width, width, *strides)),
         )
+        start += size
+    return found
 
 
 def _refuse_quantized(parts: TrainingState, keys: KeyMap) -> None:
@@ -476,6 +427,12 @@ def _refuse_quantized(parts: TrainingState, keys: KeyMap) -> None:
                 )
 
 
+def _cut(parts: TrainingState, keys: KeyMap) -> list[str]:
+    """Returns the names of the tensors that a rule may cut or join."""
+    rules = [rule["match"] for rule in (*keys.unstack, *keys.split, *keys.rope)]
+    return [n for n in names_of(parts) if keys.fuse or any(m.fullmatch(n) for m in rules)]
+
+
 def check_settings(keys: KeyMap, given: Iterable[str]) -> None:
     """Refuses a setting of the user that no rule of a map names."""
     numbers = [n for rule in keys.split for n in rule["parts"]]
@@ -490,147 +447,18 @@ def check_settings(keys: KeyMap, given: Iterable[str]) -> None:
             )
 
 
-Change = Callable[[TensorEntry], TensorEntry]
-Join = Callable[[str, Sequence[TensorEntry]], TensorEntry]
-
-
-def _raw(parts: TrainingState, keys: KeyMap, source: Source) -> Change:
-    """Returns a function that returns a tensor with located payloads, so that it can be cut.
-
-    All payloads are located in one call.
-    """
-    rules = [rule["match"] for rule in (*keys.unstack, *keys.split, *keys.rope)]
-    names = {n for n in _names(parts) if keys.fuse or any(match.fullmatch(n) for match in rules)}
-    states = [o.state[fqn] for o in parts.optimizers for fqn in names if fqn in o.state]
-    kept = [value for state in states for value in state.values() if isinstance(value, TensorEntry)]
-    entries = [parts.model[fqn] for fqn in names if fqn in parts.model]
-    found = source.format.locate(source.store, [*entries, *kept])
-    return lambda entry: replace(
-        entry,
-        chunks=ChunkList(c._replace(extent=found.get(c.extent, c.extent)) for c in entry.chunks),
-    )
-
-
-def _rows(raw: Change, rows: Sequence[RowRange], num_rows: int, entry: TensorEntry) -> TensorEntry:
-    return take_rows(raw(entry), rows, num_rows)
-
-
-def _layer(raw: Change, index: int, entry: TensorEntry) -> TensorEntry:
-    return take_layer(raw(entry), index)
-
-
-def _rope_rows(name: str, num_rows: int, heads: int, to: str) -> list[RowRange]:
-    """Returns the source rows of rotary heads, to convert pairs to halves or back.
+def _rope(name: str, shape: tuple[int, ...], heads: int, to: str) -> Relation:
+    """Returns the relation that reorders the rows of rotary heads: pairs to halves, or back.
 
     Pairs are Meta's interleaved order, halves are Hugging Face's order.
     """
-    if num_rows % (2 * heads):
+    if shape[0] % (2 * heads):
         raise PlanError(
-            f"{heads} heads do not fit a tensor of {num_rows} rows: {printable(name)!r}"
+            f"{heads} heads do not fit a tensor of {shape[0]} rows: {printable(name)!r}"
         )
-    size = num_rows // heads
-    half = size // 2
-    if to == "halves":
-        return [
-            RowRange(h * size + k * half, h * size + k, half, 2)
-            for h in range(heads)
-            for k in range(2)
-        ]
-    return [
-        RowRange(h * size + 2 * j + k, h * size + k * half + j, 1)
-        for h in range(heads)
-        for j in range(half)
-        for k in range(2)
-    ]
-
-
-def _shape_of(parts: TrainingState, name: str) -> tuple[int, ...]:
-    """Returns the shape of a parameter: of its weight, or of its moments if there is no weight."""
-    entry = parts.model.get(name)
-    return entry.shape if entry is not None else _state_shape(parts, name)
-
-
-def _state_shape(parts: TrainingState, name: str) -> tuple[int, ...]:
-    """Returns the shape of a parameter's moments: the largest of its state."""
-    shapes = [
-        value.shape
-        for optimizer in parts.optimizers
-        for value in optimizer.state.get(name, {}).values()
-        if isinstance(value, TensorEntry)
-    ]
-    return max(shapes, key=lambda shape: (math.prod(shape), len(shape)), default=())
-
-
-def _replaced(
-    parts: TrainingState, name: str, shape: tuple[int, ...], changes: Mapping[str, Change]
-) -> TrainingState:
-    """Replaces a parameter with one or several, in the model and in optimizer state.
-
-    Args:
-        parts: the training state.
-        name: of the parameter. It may be in optimizers alone.
-        shape: of the parameter.
-        changes: the part of it that each new parameter takes, by name.
-    """
-
-    def each(key: str, value: Any, change: Change) -> Any:
-        if not isinstance(value, TensorEntry) or value.shape == shape:
-            return change(value) if isinstance(value, TensorEntry) else value
-        if math.prod(value.shape) != 1:
-            raise PlanError(
-                f"the key map changes the rows of {printable(name)!r}, shape {list(shape)}, and its"
-                f" state {printable(key)!r} has the shape {list(value.shape)}",
-                hint="--model-only leaves the optimizer out",
-            )
-        return value
-
-    model: dict[str, TensorEntry] = {}
-    if name in parts.model:
-        _check_new(changes, parts.model, {name})
-    for old, entry in parts.model.items():
-        model |= (
-            {new: change(entry).named(new) for new, change in changes.items()}
-            if old == name
-            else {old: entry}
-        )
-    optimizers = []
-    for optimizer in parts.optimizers:
-        state: dict[str, dict[str, Any]] = {}
-        if name in optimizer.state:
-            _check_new(changes, optimizer.state, {name})
-        for old, values in optimizer.state.items():
-            state |= (
-                {
-                    new: {key: each(key, value, change) for key, value in values.items()}
-                    for new, change in changes.items()
-                }
-                if old == name
-                else {old: values}
-            )
-        groups = [
-            {**g, "params": [n for p in g["params"] for n in (changes if p == name else [p])]}
-            for g in optimizer.groups
-        ]
-        optimizers.append(replace(optimizer, state=state, groups=groups))
-    used = {parts.model[name].stored_name} if name in parts.model else set()
-    return replace(parts, model=model, optimizers=optimizers, used=parts.used | used)
-
-
-def _check_new(names: Iterable[str], there: Container[str], gone: Container[str]) -> None:
-    taken = next((name for name in names if name in there and name not in gone), None)
-    if taken is not None:
-        raise PlanError(
-            f"two tensors would get one name: {printable(taken)!r} is there already, and the key"
-            " map makes another"
-        )
-
-
-def _check_all(
-    names: Iterable[str], there: Container[str], first: str, what: str = "one is"
-) -> None:
-    missing = next((name for name in names if name not in there), None)
-    if missing is not None:
-        raise PlanError(
-            f"the key map joins tensors, but {what} missing: {printable(missing)!r}"
-            f" beside {printable(first)!r}"
-        )
+    half = shape[0] // heads // 2
+    width, *rest = row_major_strides(shape)
+    grid = (heads, 2, half, *shape[1:])
+    pairs = Place(name, 0, (2 * half * width, width, 2 * width, *rest))
+    halves = Place(name, 0, (2 * half * width, half * width, width, *rest))
+    return Relation(grid, *((pairs, halves) if to == "halves" else (halves, pairs)))

@@ -209,7 +209,10 @@ class TargetLayout:
         if base is not None:
             is_part = bool(self.how.get("select") or self.how.get("exclude"))
             is_partial = bool(self.how.get("partial"))
-            self.parts.notes += compare_with_model(base, config, catalog, is_part, is_partial)
+            saved = self.parts.saved_by_transformers
+            self.parts.notes += compare_with_model(
+                base, config, catalog, is_part, is_partial, saved
+            )
         return (
             catalog,
             safetensors,

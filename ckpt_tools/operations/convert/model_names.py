@@ -50,11 +50,13 @@ def compare_with_model(
     catalog: Catalog,
     is_part: bool,
     is_partial: bool,
+    saved: Mapping[str, tuple[int, ...]] | None = None,
 ) -> list[str]:
     """Compares the names of tensors with those of a config's model; returns notes.
 
-    Names that the weights in `base` have need no further proof. For others, transformers says in a
-    separate process what it would load; no weights are read there.
+    Names that the weights in `base` have, or that transformers would save, need no further proof.
+    For others, transformers says in a separate process what it would load; no weights are read
+    there.
 
     Args:
         base: the directory of the config.
@@ -62,12 +64,13 @@ def compare_with_model(
         catalog: the tensors to write, under their names in the target.
         is_part: the user chose a part of the tensors, so some are missing.
         is_partial: names may differ. Then they are only noted.
+        saved: the names and shapes that transformers would save; None if unknown.
 
     Raises:
         PlanError: transformers would start weights at random, or ignore some.
     """
-    there = _shapes_in(base)
-    if there == {fqn: entry.shape for fqn, entry in catalog.tensors.items()}:
+    there = shapes_in(base)
+    if {fqn: entry.shape for fqn, entry in catalog.tensors.items()} in (there, saved):
         return []
     try:
         found, reason = _asked(base, config, catalog)
@@ -109,7 +112,7 @@ def compare_with_model(
     return told
 
 
-def _shapes_in(base: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
+def shapes_in(base: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the weights in a model's directory; none if there are no weights."""
     if not any(Path(base).glob("*.safetensors")):
         return {}

@@ -10,6 +10,7 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.registry import refuse_file_name
 from ckpt_tools.operations.convert.targets import TARGETS, ConvertTarget, targets_with
 from ckpt_tools.operations.convert.training_state import NAMINGS
+from ckpt_tools.operations.convert.transformers_names import NAMES
 from ckpt_tools.storage import is_url
 from ckpt_tools.transfer.options import Dtype, Options, Path_
 
@@ -61,12 +62,13 @@ def check_request(to: str, dst: str, how: Mapping[str, Any]) -> None:
     _check_name(to, target, dst)
     for option, flag in {"base": "--base", **_FLAGS}.items():
         is_given = how.get(option) is not None and how.get(option) is not False
-        is_for_map = option == "base" and how.get("key_map")
-        if is_given and not is_for_map and option not in target.options:
-            also = ", and for key maps" if option == "base" else ""
+        is_for_names = option == "base" and (how.get("key_map") or how.get("names"))
+        if is_given and not is_for_names and option not in target.options:
+            also = ", and for --map and --names" if option == "base" else ""
             raise PlanError(
                 f"{flag} is for --to {targets_with(option)}{also}", hint=_HINTS.get(option)
             )
+    _check_names(how.get("names"), how)
     if how.get("ranks") is not None and how["ranks"] < 1:
         raise PlanError(f"--ranks: expected at least 1, got {how['ranks']}")
     if how.get("partial") and not how.get("key_map") and (to != "hf" or how.get("base") is None):
@@ -99,6 +101,16 @@ def _check_name(to: str, target: ConvertTarget, dst: str) -> None:
             f"{to} is one file: expected a name that ends in {' or '.join(target.suffixes)}, got"
             f" {printable(dst)!r}"
         )
+
+
+def _check_names(names: str | None, how: Mapping[str, Any]) -> None:
+    """Refuses names that nobody has, and those of a model that nothing tells."""
+    if names is None:
+        return
+    if names not in NAMES:
+        raise PlanError(f"--names: expected {' or '.join(NAMES)}, got {printable(names)!r}")
+    if how.get("base") is None:
+        raise PlanError("--names needs --base DIR, whose config.json says which model it is")
 
 
 def _check_naming(target: ConvertTarget, naming: str | None, model_only: bool) -> None:
@@ -142,6 +154,9 @@ class Conversion(Options, total=False):
         key_map: a file with renames and transforms, or the name of a built-in one; see `key_map`.
         partial: the key map may have rules that match nothing, and the checkpoint names that no
             rule matches. For `hf`, also names that differ from those of the config's model.
+        names: one of `transformers_names.NAMES`: the names and tensors that transformers has in
+            files (`hub`) or in memory (`transformers`), with the optimizer state. Needs `base`. If
+            absent, `hf` has those of files, and other targets those of the source.
         settings: the named numbers that the map needs. `heads` and `kv_heads` come from the config
             of `base`.
         param_order: the parameters that an optimizer's numbers mean. `model`: each group has its
@@ -168,6 +183,7 @@ class Conversion(Options, total=False):
     rename: Sequence[str]
     key_map: Path_ | None
     partial: bool
+    names: str | None
     settings: Mapping[str, int] | None
     param_order: Path_ | Sequence[str] | Mapping[str, Sequence[str]] | None
     optimizer: str | None

@@ -60,6 +60,7 @@ class TrainingState:
     `untouched` names optimizers whose state is not one value per parameter and key, such as
     LBFGS's: they stay in the rest. `used` has the stored names of tensors that were cut or joined.
     `is_dequantized` tells that quantized weights of the model have become numbers.
+    `saved_by_transformers` has the names and shapes that transformers would save; None if unknown.
     """
 
     prefix: tuple[str, ...]
@@ -73,6 +74,7 @@ class TrainingState:
     untouched: list[str] = field(default_factory=list)
     used: frozenset[str] = frozenset()
     is_dequantized: bool = False
+    saved_by_transformers: Mapping[str, tuple[int, ...]] | None = None
 
     def renamed(self, new_name: Callable[[str], str]) -> TrainingState:
         """Returns the state with renamed parameters, in the model and in the optimizers.

@@ -1,0 +1,438 @@
+"""Relations: which elements two tensors share.
+
+A relation is a grid of elements that lies in both tensors, at strides of its own in each. A rename,
+a cut, a stack, a transposition, interleaved rows and rotary heads are all lists of relations. The
+inverse of a relation is the same grid with its two sides exchanged.
+
+`assemble` makes a tensor of the elements of others. Only chunks change; no bytes are moved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ckpt_tools.core.box import Box, row_major_strides
+from ckpt_tools.core.catalog import (
+    RAW,
+    Catalog,
+    Chunk,
+    ChunkList,
+    Extent,
+    Segment,
+    TensorEntry,
+)
+from ckpt_tools.core.coverage import cover_error
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.errors import CatalogError, PlanError, printable
+
+_MAX_PIECES = 1 << 20  # of one tensor
+
+
+class Place(NamedTuple):
+    """Where a grid lies in a tensor: element `offset + Σ index[axis] · strides[axis]`.
+
+    Offset and strides count elements in the row-major order of the tensor.
+    """
+
+    name: str
+    offset: int
+    strides: tuple[int, ...]
+
+
+class Relation(NamedTuple):
+    """A grid of elements that two tensors share. `sizes` has its axes."""
+
+    sizes: tuple[int, ...]
+    left: Place
+    right: Place
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    def inverse(self) -> Relation:
+        """Returns the same grid with the other tensor on the left."""
+        return Relation(self.sizes, self.right, self.left)
+
+
+class Run(NamedTuple):
+    """The coordinates of a grid along one dim of a tensor: `start + step · index[axis]`.
+
+    `axis` is None if the coordinate does not move.
+    """
+
+    start: int
+    step: int = 1
+    axis: int | None = None
+
+
+def renaming(old: str, new: str, shape: Sequence[int]) -> Relation:
+    """Returns the relation of a tensor with the same tensor under another name."""
+    strides = row_major_strides(shape)
+    return Relation(tuple(shape), Place(old, 0, strides), Place(new, 0, strides))
+
+
+def assemble(
+    fqn: str,
+    shape: tuple[int, ...],
+    relations: Sequence[Relation],
+    entries: Mapping[str, TensorEntry],
+) -> TensorEntry:
+    """Returns a tensor that consists of elements of other tensors.
+
+    Args:
+        fqn, shape: of the result.
+        relations: with the sources on the left and the result on the right. Together they give each
+            of its elements once.
+        entries: the sources. Their extents must be RAW, unless they are taken whole.
+
+    Raises:
+        PlanError: the sources differ in type, have other shapes, or are cut into too many pieces.
+    """
+    sources = [entries[name] for name in dict.fromkeys(r.left.name for r in relations)]
+    first = sources[0]
+    if any(entry.dtype != first.dtype for entry in sources):
+        raise PlanError(
+            "tensors of different types cannot become one:"
+            f" {', '.join(f'{printable(e.fqn)} ({e.dtype.name})' for e in sources[:4])}"
+        )
+    if len(relations) == 1 and is_whole(relations[0], shape, first.shape):
+        return first.named(fqn)
+    chunks: list[Chunk] = []
+    for relation in relations:
+        entry = entries[relation.left.name]
+        for sizes, source, target in _aligned(relation, entry.shape, shape):
+            chunks += _pieces(entry, sizes, source, target)
+            if len(chunks) > _MAX_PIECES:
+                raise PlanError(
+                    f"more than {_MAX_PIECES:,} pieces of {printable(entry.fqn)!r} would become"
+                    f" {printable(fqn)!r}"
+                )
+    segments = _segments(relations, entries)
+    return replace(first, shape=shape, chunks=ChunkList(chunks), segments=segments).named(fqn)
+
+
+def _segments(
+    relations: Sequence[Relation], entries: Mapping[str, TensorEntry]
+) -> tuple[Segment, ...]:
+    """Returns the segments of the result of `assemble`."""
+    found = []
+    for sizes, left, right in relations:
+        entry, numel = entries[left.name], math.prod(sizes)
+        plain = row_major_strides(sizes)
+        is_together = all(
+            size == 1 or a == b == stride
+            for size, a, b, stride in zip(sizes, left.strides, right.strides, plain, strict=True)
+        )
+        if not numel:
+            continue
+        own = entry.segments or (Segment(entry.stored_name, 0, 0, math.prod(entry.shape)),)
+        if is_together and len(own) == 1 and own[0].number:  # a part of a part
+            start = own[0].start + left.offset
+            found.append(Segment(own[0].stored, start, right.offset, numel))
+        else:
+            found += [Segment(segment.stored, 0, right.offset, 0) for segment in own]
+    return tuple(sorted(found, key=lambda segment: segment.at))
+
+
+def is_whole(relation: Relation, shape: Sequence[int], other: Sequence[int]) -> bool:
+    """Tells whether a relation only gives a tensor another name."""
+    strides = row_major_strides(shape)
+    return (
+        tuple(shape) == tuple(other) == relation.sizes
+        and not relation.left.offset
+        and not relation.right.offset
+        and relation.left.strides == relation.right.strides == strides
+    )
+
+
+def _pieces(
+    entry: TensorEntry, sizes: Sequence[int], source: Sequence[Run], target: Sequence[Run]
+) -> Iterator[Chunk]:
+    """Returns the chunks of the result that take a grid of a source, one per chunk of it."""
+    for chunk in entry.chunks:
+        box = chunk.box
+        if not box.numel:
+            continue
+        lows, highs = [0] * len(sizes), list(sizes)
+        for run, low, size in zip(source, box.offsets, box.sizes, strict=True):
+            if run.axis is None:
+                if not low <= run.start < low + size:
+                    break
+                continue
+            lows[run.axis] = max(0, -(-(low - run.start) // run.step))
+            highs[run.axis] = min(highs[run.axis], -(-(low + size - run.start) // run.step))
+            if lows[run.axis] >= highs[run.axis]:
+                break
+        else:
+            yield Chunk(
+                Box(
+                    tuple(r.start + (0 if r.axis is None else lows[r.axis]) for r in target),
+                    tuple(1 if r.axis is None else highs[r.axis] - lows[r.axis] for r in target),
+                ),
+                _extent(chunk, entry.dtype.itemsize, source, target, lows, highs),
+            )
+
+
+def _extent(
+    chunk: Chunk,
+    itemsize: int,
+    source: Sequence[Run],
+    target: Sequence[Run],
+    lows: Sequence[int],
+    highs: Sequence[int],
+) -> Extent:
+    """Returns where the part of a grid between `lows` and `highs` lies in a chunk."""
+    own = chunk.extent.strides or row_major_strides(chunk.box.sizes)
+    moved = [0] * len(lows)  # elements of the file, per step along an axis
+    skip = 0
+    for run, low, stride in zip(source, chunk.box.offsets, own, strict=True):
+        at = run.start if run.axis is None else run.start + lows[run.axis] * run.step
+        skip += (at - low) * stride
+        if run.axis is not None:
+            moved[run.axis] = run.step * stride
+    strides = [0 if run.axis is None else moved[run.axis] for run in target]
+    sizes = [1 if run.axis is None else highs[run.axis] - lows[run.axis] for run in target]
+    span = 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+    plain = row_major_strides(sizes)
+    is_flat = all(n == 1 or s == p for n, s, p in zip(sizes, strides, plain, strict=True))
+    # an axis of one element does not move, so any stride fits
+    given = tuple(p if n == 1 else s for n, s, p in zip(sizes, strides, plain, strict=True))
+    extent = chunk.extent
+    is_all = not skip and span * itemsize == extent.nbytes
+    return Extent(
+        extent.file,
+        extent.start + skip * itemsize,
+        span * itemsize,
+        RAW,
+        None if is_flat else given,
+        extent.crc32 if is_all else None,
+    )
+
+
+# ---- from strides to dims ------------------------------------------------------------------------
+
+_Aligned = tuple[tuple[int, ...], list[Run], list[Run]]
+
+
+def _aligned(relation: Relation, left: Sequence[int], right: Sequence[int]) -> Iterator[_Aligned]:
+    """Splits a relation until each axis moves along one dim of either tensor.
+
+    On the right, an axis also moves by single coordinates, so that its elements form a box.
+
+    Args:
+        relation: its grid lies in both tensors.
+        left, right: the shapes of the tensors.
+    """
+    if not relation.numel:
+        return
+    found = []
+    for place, shape in ((relation.left, left), (relation.right, right)):
+        runs = _runs(relation.sizes, place, shape)
+        if isinstance(runs, tuple):
+            for part in _split(relation, *runs):
+                yield from _aligned(part, left, right)
+            return
+        found.append(runs)
+    steps = [run for run in found[1] if run.axis is not None and run.step != 1]
+    if steps:
+        assert steps[0].axis is not None
+        for part in _split(relation, steps[0].axis, 1):
+            yield from _aligned(part, left, right)
+        return
+    yield relation.sizes, found[0], found[1]
+
+
+def _runs(sizes: Sequence[int], place: Place, shape: Sequence[int]) -> list[Run] | tuple[int, int]:
+    """Returns the coordinates of a grid along each dim of a tensor.
+
+    If an axis does not move along a single dim, or two axes move along the same one, returns an
+    axis and the number of its indices that may stay together; 1 to take each by itself.
+    """
+    strides, rest = row_major_strides(shape), place.offset
+    runs = []
+    for stride in strides:
+        start, rest = divmod(rest, stride)
+        runs.append(Run(start))
+    for axis, (size, stride) in enumerate(zip(sizes, place.strides, strict=True)):
+        if size == 1:
+            continue
+        dims = [d for d, s in enumerate(strides) if shape[d] > 1 and stride and stride % s == 0]
+        if not dims:
+            return axis, 1
+        dim = max(dims, key=strides.__getitem__)
+        step = stride // strides[dim]
+        room = -(-(shape[dim] - runs[dim].start) // step)  # indices that stay in the dim
+        if size > room:
+            return axis, room if size % room == 0 and not runs[dim].start else 1
+        other = runs[dim].axis
+        if other is not None:
+            return (axis, 1) if stride > place.strides[other] else (other, 1)
+        runs[dim] = Run(runs[dim].start, step, axis)
+    return runs
+
+
+def _split(relation: Relation, axis: int, together: int) -> Iterator[Relation]:
+    """Splits a grid along an axis: into one part per index, or into two axes of one grid."""
+    sizes, left, right = relation
+    number = sizes[axis]
+    if together > 1:
+        outer, inner = number // together, together
+        yield Relation(
+            (*sizes[:axis], outer, inner, *sizes[axis + 1 :]),
+            *(
+                Place(
+                    name,
+                    offset,
+                    (*strides[:axis], strides[axis] * inner, strides[axis], *strides[axis + 1 :]),
+                )
+                for name, offset, strides in (left, right)
+            ),
+        )
+        return
+    if number > _MAX_PIECES:
+        raise PlanError(
+            f"more than {_MAX_PIECES:,} pieces of {printable(left.name)!r} would become"
+            f" {printable(right.name)!r}"
+        )
+    for index in range(number):
+        yield Relation(
+            (*sizes[:axis], *sizes[axis + 1 :]),
+            *(
+                Place(
+                    name,
+                    offset + index * strides[axis],
+                    (*strides[:axis], *strides[axis + 1 :]),
+                )
+                for name, offset, strides in (left, right)
+            ),
+        )
+
+
+# ---- through copies in memory --------------------------------------------------------------------
+
+
+class Strided(NamedTuple):
+    """A strided view of some memory: `memory` names it; the rest counts elements."""
+
+    memory: str
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Joined(NamedTuple):
+    """Memory that was filled with views of other memory, each at a box of its shape."""
+
+    shape: tuple[int, ...]
+    parts: Sequence[tuple[tuple[int, ...], Strided]]
+
+
+def relations_of(name: str, view: Strided, joined: Mapping[str, Joined]) -> list[Relation]:
+    """Returns which elements of which tensors a view consists of.
+
+    Args:
+        name: of the tensor that the view is.
+        view: of the memory of a tensor, or of memory that was filled with views.
+        joined: the memory that was filled, by its name; all other memory is that of a tensor.
+    """
+    place = Place(name, 0, row_major_strides(view.sizes))
+    first = Relation(view.sizes, Place(view.memory, view.offset, view.strides), place)
+    pending, found = [first], []
+    while pending:
+        relation = pending.pop()
+        memory = joined.get(relation.left.name)
+        if memory is None:
+            found.append(relation)
+            continue
+        for offsets, part in memory.parts:
+            pending += _through(relation, memory.shape, Box(offsets, part.sizes), part)
+    return found[::-1]
+
+
+def _through(
+    relation: Relation, shape: Sequence[int], box: Box, part: Strided
+) -> Iterator[Relation]:
+    """Returns the part of a relation that lies in a box, in the memory that filled the box.
+
+    Args:
+        relation: its left side lies in joined memory.
+        shape: of that memory.
+        box: the part of it.
+        part: the view that fills the box.
+    """
+    if not relation.numel:
+        return
+    runs = _runs(relation.sizes, relation.left, shape)
+    if isinstance(runs, tuple):
+        for one in _split(relation, *runs):
+            yield from _through(one, shape, box, part)
+        return
+    lows, highs = [0] * len(relation.sizes), list(relation.sizes)
+    offset, strides = part.offset, [0] * len(relation.sizes)
+    for run, low, size, stride in zip(runs, box.offsets, box.sizes, part.strides, strict=True):
+        if run.axis is None:
+            if not low <= run.start < low + size:
+                return
+            offset += (run.start - low) * stride
+            continue
+        lows[run.axis] = max(0, -(-(low - run.start) // run.step))
+        highs[run.axis] = min(highs[run.axis], -(-(low + size - run.start) // run.step))
+        if lows[run.axis] >= highs[run.axis]:
+            return
+        offset += (run.start + lows[run.axis] * run.step - low) * stride
+        strides[run.axis] = run.step * stride
+    right = relation.right
+    skip = sum(low * s for low, s in zip(lows, right.strides, strict=True))
+    yield Relation(
+        tuple(h - low for low, h in zip(lows, highs, strict=True)),
+        Place(part.memory, offset, tuple(strides)),
+        Place(right.name, right.offset + skip, right.strides),
+    )
+
+
+def check_used_once(relations: Iterable[Relation], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Makes sure that relations use each element of the tensors on the left exactly once.
+
+    Args:
+        relations: of all tensors.
+        shapes: of those on the left that must be used up.
+
+    Raises:
+        PlanError: an element is used twice, or not at all.
+    """
+    used: dict[str, list[Relation]] = {name: [] for name in shapes}
+    for relation in relations:
+        if relation.left.name in used:
+            used[relation.left.name].append(relation)
+    for name, found in used.items():
+        shape = tuple(shapes[name])
+        number, numel = sum(relation.numel for relation in found), math.prod(shape)
+        # as many as there are, and each of them: none twice
+        error = None if number != numel or not numel else _cover_error(name, shape, found)
+        if number != numel or error is not None:
+            raise PlanError(
+                f"{number:,} of the {numel:,} elements of {printable(name)!r} would be used"
+                if number != numel
+                else f"an element of {printable(name)!r} would be used twice"
+            )
+
+
+def _cover_error(
+    name: str, shape: tuple[int, ...], relations: Sequence[Relation]
+) -> CatalogError | None:
+    """Returns the error of a tensor in which grids leave a hole."""
+    boxes = (
+        Box(
+            tuple(run.start for run in runs),
+            tuple(1 if run.axis is None else sizes[run.axis] for run in runs),
+        )
+        for r in relations
+        for sizes, _, runs in _aligned(Relation(r.sizes, r.left, r.left), shape, shape)
+    )
+    chunks = ChunkList(Chunk(box, Extent("", 0, 0)) for box in boxes)
+    return cover_error(Catalog("", {}), TensorEntry(name, BY_NAME["uint8"], shape, chunks))

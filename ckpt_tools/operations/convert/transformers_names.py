@@ -1,0 +1,243 @@
+"""Converts between the names that transformers has in memory and those of its files.
+
+From release 5, transformers keeps the experts of a layer as one tensor, and its files have one
+tensor per expert. It converts when it saves and loads. This module asks transformers itself what a
+model's conversion does: in a separate process, without weights, it lets transformers convert
+tensors that have shapes only, and notes which views and joins come of it. So it knows every model
+of the installed release, and no layout is guessed.
+
+Source: transformers 5.24 `core_model_loading.revert_weight_conversion`, which `save_pretrained`
+calls.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.core.relations import (
+    Joined,
+    Relation,
+    Strided,
+    check_used_once,
+    is_whole,
+    relations_of,
+)
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.formats.registry import Source
+from ckpt_tools.operations.convert.child_process import TIMED_OUT, last_line, run_python
+from ckpt_tools.operations.convert.relate import relate
+from ckpt_tools.operations.convert.training_state import TrainingState
+
+HUB, MEMORY = "hub", "transformers"
+NAMES = (HUB, MEMORY)
+_SHOWN = 4
+_TRACE = """
+import json, sys
+import torch, transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+asked = json.loads(open(sys.argv[1]).read())
+config = transformers.AutoConfig.from_pretrained(
+    asked["base"], trust_remote_code=False, local_files_only=True
+)
+kind = find_class(asked["architectures"])
+with torch.device("meta"):
+    make = kind.from_config if kind.__name__.startswith("Auto") else kind._from_config
+    options = {"trust_remote_code": False} if kind.__name__.startswith("Auto") else {}
+    model = make(config, **options)
+tensors = {n: torch.empty_like(t, device="meta") for n, t in model.state_dict().items()}
+memory = {t.untyped_storage()._cdata: n for n, t in tensors.items()}
+joined, kept, aten = {}, [], torch.ops.aten
+
+def view(t):
+    where = t.untyped_storage()._cdata
+    return [memory[where], t.storage_offset(), list(t.shape), list(t.stride())]
+
+class Trace(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func in (aten.cat.default, aten.stack.default):
+            dim = args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)
+            dim, at, parts = dim % made.dim(), 0, []
+            for part in args[0]:
+                piece = part.unsqueeze(dim) if func is aten.stack.default else part
+                parts.append(([at if d == dim else 0 for d in range(made.dim())], piece))
+                at += piece.shape[dim]
+        elif func in (aten.clone.default, aten._to_copy.default) and made.dtype == args[0].dtype:
+            parts = [([0] * made.dim(), args[0])]
+        else:
+            return made
+        if made.is_contiguous() and all(p.untyped_storage()._cdata in memory for _, p in parts):
+            name = f"#{len(joined)}"
+            joined[name] = [list(made.shape), [[at, *view(p)] for at, p in parts]]
+            memory[made.untyped_storage()._cdata] = name
+        kept.append((made, parts))  # their memory is not given to others
+        return made
+
+files, lost = tensors, []
+try:
+    from transformers.core_model_loading import revert_weight_conversion
+except ImportError:  # before release 5, the names are the same
+    revert_weight_conversion = None
+if revert_weight_conversion is not None:
+    with Trace():
+        files = revert_weight_conversion(model, tensors)
+lost = [n for n, t in files.items() if t.untyped_storage()._cdata not in memory]
+print(json.dumps({
+    "release": transformers.__version__,
+    "memory": {n: list(t.shape) for n, t in tensors.items()},
+    "files": {n: view(t) for n, t in files.items() if n not in lost},
+    "lost": lost,
+    "joined": joined,
+}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """The tensors of a model, as transformers has them in memory and in files.
+
+    Attributes:
+        release: of transformers.
+        memory, files: the shape of each tensor, by name.
+        relations: between memory (left) and files (right), by the name in files.
+        lost: tensors in files that are not made of elements of tensors in memory.
+    """
+
+    release: str
+    memory: Mapping[str, tuple[int, ...]]
+    files: Mapping[str, tuple[int, ...]]
+    relations: Mapping[str, list[Relation]]
+    lost: tuple[str, ...]
+
+    def from_memory(self) -> dict[str, list[Relation]]:
+        """Returns the relations of tensors that files have otherwise, by their names there."""
+        return {name: r for name, r in self.relations.items() if not self._is_same(name, r)}
+
+    def from_files(self) -> dict[str, list[Relation]]:
+        """Returns the same with the files on the left, by the names in memory."""
+        found: dict[str, list[Relation]] = {}
+        for relations in self.from_memory().values():
+            for relation in relations:
+                found.setdefault(relation.left.name, []).append(relation.inverse())
+        return found
+
+    def _is_same(self, name: str, relations: list[Relation]) -> bool:
+        return (
+            len(relations) == 1
+            and relations[0].left.name == name
+            and is_whole(relations[0], self.files[name], self.memory[name])
+        )
+
+
+def ask_transformers(
+    base: str | os.PathLike[str], config: Mapping[str, Any]
+) -> tuple[ModelNames | None, str]:
+    """Returns the tensors of a config's model; None and the reason if transformers cannot say.
+
+    Args:
+        base: the directory of the config.
+        config: its contents.
+
+    Raises:
+        PlanError: transformers did not end.
+    """
+    asked = {"base": os.path.abspath(base), "architectures": config.get("architectures")}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(asked, file)
+        file.flush()
+        done = run_python(_TRACE, file.name)
+    if done.returncode == TIMED_OUT:
+        raise PlanError(
+            f"transformers did not end: {last_line(done)} ({printable(os.fspath(base))})",
+            hint="is it the config of these weights?",
+        )
+    if done.returncode:
+        return None, last_line(done)
+    told = json.loads(done.stdout.strip().splitlines()[-1])
+    joined = {
+        name: Joined(tuple(shape), [(tuple(at), _strided(*view)) for at, *view in parts])
+        for name, (shape, parts) in told["joined"].items()
+    }
+    views = {name: _strided(*view) for name, view in told["files"].items()}
+    names = ModelNames(
+        told["release"],
+        {name: tuple(shape) for name, shape in told["memory"].items()},
+        {name: view.sizes for name, view in views.items()},
+        {name: relations_of(name, view, joined) for name, view in views.items()},
+        tuple(told["lost"]),
+    )
+    return names, ""
+
+
+def _strided(memory: str, offset: int, sizes: list[int], strides: list[int]) -> Strided:
+    return Strided(memory, offset, tuple(sizes), tuple(strides))
+
+
+def rename_as(
+    parts: TrainingState, names: ModelNames, to: str, source: Source, where: str
+) -> TrainingState:
+    """Returns a training state under the names of transformers' files, or of its memory.
+
+    Args:
+        parts: the training state.
+        names: the tensors of its model.
+        to: one of `NAMES`.
+        source: where the tensors lie.
+        where: the model's directory, for messages.
+
+    Raises:
+        PlanError: it has names of both kinds, or a tensor that cannot be converted.
+    """
+    in_memory = names.from_memory()
+    others = {r.left.name for found in in_memory.values() for r in found}
+    only = {
+        MEMORY: _first(parts.model, others - names.files.keys()),
+        HUB: _first(parts.model, in_memory.keys() - names.memory.keys()),
+    }
+    if only[MEMORY] and only[HUB]:
+        raise PlanError(
+            f"some tensors have names of transformers in memory ({printable(only[MEMORY])!r}), and"
+            f" others those of files ({printable(only[HUB])!r})",
+            hint="write one of the two kinds first: --select; or --partial keeps all names",
+        )
+    if not only[HUB if to == MEMORY else MEMORY]:
+        return parts
+    found, left, right = (
+        (in_memory, names.memory, names.files)
+        if to == HUB
+        else (names.from_files(), names.files, names.memory)
+    )
+    if to == HUB and names.lost:
+        raise PlanError(
+            f"{len(names.lost)} tensors of transformers' files are not made of parts of those in"
+            f" memory: {_some(names.lost)} ({printable(where)})",
+            hint=f"--names {MEMORY} keeps the names, and save_pretrained converts them",
+        )
+    check_used_once(
+        (r for relations in found.values() for r in relations),
+        {r.left.name: left[r.left.name] for relations in found.values() for r in relations},
+    )
+    before = len(parts.model)
+    parts = relate(parts, found, left, right, source)
+    what = "the names of files" if to == HUB else "its names in memory"
+    parts.notes.append(
+        f"names of transformers {names.release}: {before:,} tensors became"
+        f" {len(parts.model):,} with {what}"
+    )
+    return parts
+
+
+def _first(names: Iterable[str], among: Iterable[str]) -> str:
+    among = set(among)
+    return next((name for name in names if name in among), "")
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{printable(', '.join(names[:_SHOWN]))}{more}"

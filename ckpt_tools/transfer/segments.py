@@ -1,0 +1,146 @@
+"""Proves the bytes of tensors that are cut, joined or reordered on the way.
+
+The fingerprint of a tensor is that of its segments, one after the other. So the results of a cut
+tensor prove its bytes, if they are all of it, and sealed tensors prove what they are joined to.
+What the results cannot prove is read once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from typing import NamedTuple
+
+from ckpt_tools.core.catalog import Catalog, Segment
+from ckpt_tools.core.checksum import join_crc64
+from ckpt_tools.core.plan import Plan, plan_values
+from ckpt_tools.engine.execute import execute_batches
+from ckpt_tools.engine.schedule import schedule
+from ckpt_tools.engine.sinks import HashSink
+from ckpt_tools.formats.registry import Source
+from ckpt_tools.publish.manifest import Manifest
+from ckpt_tools.transfer.prove import SealedFingerprint, prove_fingerprints
+
+
+class SegmentProofs(NamedTuple):
+    """What proves the sealed tensors that a plan cuts, joins or reorders.
+
+    Attributes:
+        sealed: their fingerprints, by their stored names.
+        nbytes: their bytes.
+        cut: the results that prove a stored tensor, one after the other, with their bytes.
+        joined: the stored tensors that prove a result, one after the other.
+        apart: the stored tensors that no result proves.
+    """
+
+    sealed: Mapping[str, SealedFingerprint]
+    nbytes: Mapping[str, int]
+    cut: Mapping[str, Sequence[tuple[str, int]]]
+    joined: Mapping[str, Sequence[str]]
+    apart: Sequence[str]
+
+
+def segment_proofs(
+    manifest: Manifest | None,
+    source: Source,
+    catalog: Catalog,
+    plan: Plan,
+    altered: Container[str] = (),
+) -> SegmentProofs:
+    """Returns what proves the sealed tensors that a plan cuts, joins or reorders.
+
+    Args:
+        manifest: the source's.
+        source: the checkpoint.
+        catalog: the view of it that the plan was made for.
+        plan: results that are cast prove nothing.
+        altered: results with other values than those read. They prove nothing either.
+    """
+    taken: dict[str, list[tuple[Segment, str]]] = {}  # by stored tensor: of which results
+    joined: dict[str, Sequence[str]] = {}
+    stored = source.catalog.tensors
+    sealed = {
+        fqn: SealedFingerprint(fqn, int(tensor.fingerprint, 16))
+        for fqn, tensor in (manifest.tensors if manifest is not None else {}).items()
+        if fqn in stored
+    }
+    nbytes = {fqn: stored[fqn].nbytes for fqn in sealed}
+    for tensor in plan.tensors:
+        entry = None if tensor.is_object else catalog.tensors[tensor.fqn]
+        if entry is None or not entry.segments:
+            continue
+        is_same = tensor.src_dtype is tensor.dst_dtype and tensor.fqn not in altered
+        for segment in entry.segments:
+            if segment.stored in sealed:
+                found = segment if is_same else Segment(segment.stored, 0, 0, 0)
+                taken.setdefault(segment.stored, []).append((found, tensor.fqn))
+        parts = [s.stored for s in entry.segments if _is_all(s, nbytes, entry.dtype.itemsize)]
+        if is_same and len(parts) == len(entry.segments):
+            joined[tensor.fqn] = parts
+    proved = {fqn for parts in joined.values() for fqn in parts}
+    cut = {
+        fqn: [(name, s.number * stored[fqn].dtype.itemsize) for s, name in sorted(found)]
+        for fqn, found in taken.items()
+        if fqn not in proved and _tile(found, catalog, nbytes[fqn])
+    }
+    apart = [fqn for fqn in taken if fqn not in proved and fqn not in cut]
+    return SegmentProofs(sealed, nbytes, cut, joined, apart)
+
+
+def _is_all(segment: Segment, nbytes: Mapping[str, int], itemsize: int) -> bool:
+    """Tells whether a segment is all of a sealed tensor."""
+    return not segment.start and segment.number * itemsize == nbytes.get(segment.stored)
+
+
+def _tile(found: Sequence[tuple[Segment, str]], catalog: Catalog, nbytes: int) -> bool:
+    """Tells whether results are each one segment of a tensor, and together all of it."""
+    end = 0
+    for segment, name in sorted(found):
+        entry = catalog.tensors[name]
+        if segment.start != end or not segment.number or len(entry.segments) != 1:
+            return False
+        end += segment.number
+        itemsize = entry.dtype.itemsize
+    return end * itemsize == nbytes
+
+
+def prove_apart(
+    source: Source, proofs: SegmentProofs, names: Sequence[str], jobs: int, tiles: tuple[int, int]
+) -> None:
+    """Reads sealed tensors once more, and compares their fingerprints.
+
+    Args:
+        source: the checkpoint.
+        proofs: from `segment_proofs`.
+        names: of those that no result proves.
+        jobs: threads.
+        tiles: see `tile_bytes`.
+
+    Raises:
+        IntegrityError: a tensor is not what was written.
+    """
+    tensors = [source.catalog.tensors[fqn] for fqn in names]
+    if not tensors:
+        return
+    sink, located = HashSink(), source.format.locate(source.store, tensors)
+    execute_batches(schedule(plan_values(tensors), located, *tiles), source.store, sink, jobs)
+    expected = {fqn: proofs.sealed[fqn] for fqn in names}
+    prove_fingerprints(source, expected, sink.fingerprints.join())
+
+
+def prove_segments(source: Source, proofs: SegmentProofs, computed: Mapping[str, int]) -> None:
+    """Compares the fingerprints of results with those of the sealed tensors that they consist of.
+
+    Args:
+        source: the checkpoint.
+        proofs: from `segment_proofs`.
+        computed: fingerprints of the results.
+
+    Raises:
+        IntegrityError: a tensor is not what was written, on the disk, or on the way.
+    """
+    for fqn, results in proofs.cut.items():
+        crc = join_crc64((computed[name], nbytes) for name, nbytes in results)
+        prove_fingerprints(source, {fqn: proofs.sealed[fqn]}, {fqn: crc})
+    for name, parts in proofs.joined.items():
+        crc = join_crc64((proofs.sealed[fqn].crc64, proofs.nbytes[fqn]) for fqn in parts)
+        prove_fingerprints(source, {name: SealedFingerprint(name, crc)}, computed)
