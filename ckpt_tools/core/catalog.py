@@ -131,7 +131,7 @@ class QuantizedWeight(NamedTuple):
     parts: tuple[str, ...]
 
 
-class Segment(NamedTuple):
+class Stretch(NamedTuple):
     """Elements that follow each other in a tensor, and also in a stored tensor.
 
     Attributes:
@@ -157,7 +157,7 @@ class TensorEntry:
         stored: its name in the checkpoint, if that differs from `fqn`.
         quantized: the quantized weight that it is a part of.
         is_scaled: its codes become numbers on the way, so they can be cast.
-        segments: what it consists of, in order, if it was made of parts of stored tensors; empty
+        stretches: what it consists of, in order, if it was made of parts of stored tensors; empty
             for a stored tensor.
     """
 
@@ -168,7 +168,7 @@ class TensorEntry:
     stored: str = field(default="", compare=False)
     quantized: QuantizedWeight | None = field(default=None, compare=False)
     is_scaled: bool = field(default=False, compare=False)
-    segments: tuple[Segment, ...] = field(default=(), compare=False)
+    stretches: tuple[Stretch, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.chunks, Chunks):  # a format of somebody else gives a plain tuple

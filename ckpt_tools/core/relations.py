@@ -21,7 +21,7 @@ from ckpt_tools.core.catalog import (
     Chunk,
     ChunkList,
     Extent,
-    Segment,
+    Stretch,
     TensorEntry,
 )
 from ckpt_tools.core.coverage import cover_error
@@ -112,14 +112,14 @@ def assemble(
                     f"more than {_MAX_PIECES:,} pieces of {printable(entry.fqn)!r} would become"
                     f" {printable(fqn)!r}"
                 )
-    segments = _segments(relations, entries)
-    return replace(first, shape=shape, chunks=ChunkList(chunks), segments=segments).named(fqn)
+    stretches = _stretches(relations, entries)
+    return replace(first, shape=shape, chunks=ChunkList(chunks), stretches=stretches).named(fqn)
 
 
-def _segments(
+def _stretches(
     relations: Sequence[Relation], entries: Mapping[str, TensorEntry]
-) -> tuple[Segment, ...]:
-    """Returns the segments of the result of `assemble`."""
+) -> tuple[Stretch, ...]:
+    """Returns the stretches of the result of `assemble`."""
     found = []
     for sizes, left, right in relations:
         entry, numel = entries[left.name], math.prod(sizes)
@@ -130,21 +130,22 @@ def _segments(
         )
         if not numel:
             continue
-        own = entry.segments or (Segment(entry.stored_name, 0, 0, math.prod(entry.shape)),)
+        own = entry.stretches or (Stretch(entry.stored_name, 0, 0, math.prod(entry.shape)),)
         if is_together and len(own) == 1 and own[0].number:  # a part of a part
             start = own[0].start + left.offset
-            found.append(Segment(own[0].stored, start, right.offset, numel))
+            found.append(Stretch(own[0].stored, start, right.offset, numel))
         else:
-            found += [Segment(segment.stored, 0, right.offset, 0) for segment in own]
-    return tuple(sorted(found, key=lambda segment: segment.at))
+            found += [Stretch(stretch.stored, 0, right.offset, 0) for stretch in own]
+    return tuple(sorted(found, key=lambda stretch: stretch.at))
 
 
 def is_whole(relation: Relation, shape: Sequence[int], other: Sequence[int]) -> bool:
     """Tells whether a relation only gives a tensor another name."""
+    if tuple(shape) != tuple(other) or relation.sizes != tuple(shape):
+        return False
     strides = row_major_strides(shape)
-    return (
-        tuple(shape) == tuple(other) == relation.sizes
-        and not relation.left.offset
+    return not relation.numel or (
+        not relation.left.offset
         and not relation.right.offset
         and relation.left.strides == relation.right.strides == strides
     )
@@ -250,8 +251,8 @@ def _aligned(relation: Relation, left: Sequence[int], right: Sequence[int]) -> I
 def _runs(sizes: Sequence[int], place: Place, shape: Sequence[int]) -> list[Run] | tuple[int, int]:
     """Returns the coordinates of a grid along each dim of a tensor.
 
-    If an axis does not move along a single dim, or two axes move along the same one, returns an
-    axis and the number of its indices that may stay together; 1 to take each by itself.
+    An axis may not move along a single dim, and two axes may move along the same one. Then it
+    returns an axis, and how many of its indices stay together: 1 to take each by itself.
     """
     strides, rest = row_major_strides(shape), place.offset
     runs = []

@@ -64,8 +64,8 @@ from ckpt_tools.transfer.prove import (
 )
 from ckpt_tools.transfer.result import TransferResult, bytes_by_dtype, result_of
 from ckpt_tools.transfer.resume import Resume, forget
-from ckpt_tools.transfer.segments import prove_apart, prove_segments, segment_proofs
 from ckpt_tools.transfer.server_copy import ServerCopy, plan_within
+from ckpt_tools.transfer.stretches import prove_apart, prove_stretches, stretch_proofs
 
 # each holds a part of 8 MiB, or two; 4 take a tenth less memory and read columns more often
 _STREAMS = 12
@@ -253,11 +253,11 @@ class Transfer:
             self.sealed_fingerprints: Mapping[str, SealedFingerprint] = {
                 fqn: sealed for fqn, sealed in found.items() if fqn not in self.request.alter
             }
-            self.segments = segment_proofs(
+            self.stretches = stretch_proofs(
                 self.sealed, self.source, self.request.catalog, self.plan, self.request.alter
             )
-            apart = self.segments.apart[self.group.rank :: self.group.size]
-            prove_apart(self.source, self.segments, apart, self.jobs, self.tiles)
+            apart = self.stretches.apart[self.group.rank :: self.group.size]
+            prove_apart(self.source, self.stretches, apart, self.jobs, self.tiles)
 
     def _may_assume(self) -> bool:
         is_dear = self.source.store.capabilities.is_remote
@@ -384,7 +384,7 @@ class Transfer:
             self.fingerprints = copied | self.sink.fingerprints.join()
             with self.resume.forgotten_if_wrong(attempt):
                 prove_fingerprints(self.source, self.sealed_fingerprints, self.fingerprints)
-                prove_segments(self.source, self.segments, self.fingerprints)
+                prove_stretches(self.source, self.stretches, self.fingerprints)
         if self.request.prove is not None:
             self.request.prove(self.group)
         if self.request.in_place:

@@ -23,6 +23,7 @@ SCRIPTS = {
     "alarms": "alarms.py DIR --runs 2",
     "around_a_save": "@around_a_save.py DIR --width 8 --layers 1 --batch 2 --runs 1",
     "incremental": "incremental.py DIR --gb 0.002 --runs 1",
+    "names": "names.py DIR --layers 1 --ranks 2 --runs 1 --tiny",
     "clones": "clones.py DIR --gb 0.001 --ranks 2 --runs 1",
     "copies": "@copies.py DIR --mib 24 --rounds 1",
     "flips": "flips.py DIR --flips 2",

@@ -5,7 +5,6 @@ that its config's model has.
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -277,39 +276,6 @@ def test_without_transformers_the_weights_of_the_base_tell_the_names(tmp_path: P
         tmp_path / "m.safetensors", tmp_path / "two", to="hf", base=tmp_path / "base", partial=True
     )
     assert any("lack: a" in note for note in result.notes)
-
-
-@pytest.mark.slow
-def test_names_of_experts_in_memory_are_told(tmp_path: Path) -> None:
-    """transformers joins the experts of a layer in memory, and the files on the Hub have each."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        moe_intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_experts=4,
-        head_dim=8,
-    )
-    made = transformers.Qwen3MoeForCausalLM(config)
-    made.save_pretrained(tmp_path / "base")
-    shutil.copy(tmp_path / "base" / "model.safetensors", tmp_path / "hub.safetensors")
-    save_file({n: v.clone() for n, v in made.state_dict().items()}, tmp_path / "m.safetensors")
-    result = ckpt_tools.convert(
-        tmp_path / "m.safetensors", tmp_path / "hf", to="hf", base=tmp_path / "base", check=True
-    )
-    told = next(note for note in result.notes if "in memory" in note)
-    assert "experts.gate_up_proj" in told
-    (tmp_path / "base" / "model.safetensors").unlink()  # a config alone
-    for source, is_told in (("m.safetensors", True), ("hub.safetensors", False)):
-        result = ckpt_tools.convert(
-            tmp_path / source, tmp_path / f"hf {is_told}", to="hf", base=tmp_path / "base"
-        )
-        told = "".join(note for note in result.notes if "in memory" in note)
-        assert ("files on the Hub have otherwise" in told and "gate_up_proj" in told) == is_told
 
 
 @pytest.mark.parametrize("at", ["split", "fuse", "moment"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckpt_tools
+from ckpt_tools import IntegrityError, PlanError
 
 Run = Callable[..., Any]
 transformers = pytest.importorskip("transformers")
@@ -139,3 +141,106 @@ def test_a_job_becomes_the_files_that_transformers_saves(name: str, tmp_path: Pa
     same(back["model"], job["model"])
     for parameter, state in job["optimizer"]["state"].items():
         same(back["optimizer"]["state"][parameter], state)
+
+
+def test_names_by_themselves_and_on_request(tmp_path: Path) -> None:
+    """A directory for transformers has the names of files, whatever lies beside the config."""
+    model = model_of("Qwen3Moe")
+    base = config_of(model, tmp_path / "base")
+    want = oracle(model, tmp_path / "want")
+    memory = {name: value.clone() for name, value in model.state_dict().items()}
+    save_file(memory, tmp_path / "m.safetensors")
+    result = ckpt_tools.convert(
+        tmp_path / "m.safetensors", tmp_path / "hf", to="hf", base=base, check=True
+    )
+    same(read_all(tmp_path / "hf"), want)
+    assert any("25 tensors became 45 with the names of files" in note for note in result.notes)
+    assert any("transformers loads it" in note for note in result.notes)
+    # weights in the directory: they have these names, and nothing needs to be asked
+    result = ckpt_tools.convert(
+        tmp_path / "hf", tmp_path / "again", to="hf", base=tmp_path / "want"
+    )
+    same(read_all(tmp_path / "again"), want)
+    assert not any("became" in note for note in result.notes)
+    # on request, those of memory stay
+    result = ckpt_tools.convert(
+        tmp_path / "m.safetensors", tmp_path / "kept", to="hf", base=base, names="transformers"
+    )
+    same(read_all(tmp_path / "kept"), memory)
+    told = next(note for note in result.notes if "in memory" in note)
+    assert "files on the Hub have otherwise" in told and "experts.gate_up_proj" in told
+
+
+@pytest.mark.slow
+def test_what_cannot_be_named_is_refused(tmp_path: Path, ckpt: Run) -> None:
+    model = model_of("Qwen3Moe")
+    base = config_of(model, tmp_path / "base")
+    files = oracle(model, tmp_path / "want")
+    memory = {name: value.clone() for name, value in model.state_dict().items()}
+    first, second = "model.layers.0.mlp.experts.", "model.layers.1.mlp.experts."
+    both = {n: v for n, v in memory.items() if not n.startswith(second)}
+    both |= {n: v for n, v in files.items() if n.startswith(second)}
+    wide = {**memory, f"{first}down_proj": torch.zeros(4, 16, 9)}
+    lacking = {n: v for n, v in files.items() if n != f"{first}2.up_proj.weight"}
+    cases: list[tuple[dict[str, torch.Tensor], str, str]] = [
+        (both, "hub", "some tensors have names of transformers in memory"),
+        (wide, "hub", r"has the shape \[4, 16, 9\], expected \[4, 16, 8\]"),
+        (lacking, "transformers", "up_proj.weight' beside 'model.layers.0.mlp.experts.0.gate_proj"),
+    ]
+    for number, (tensors, names, told) in enumerate(cases):
+        save_file(tensors, tmp_path / f"{number}.safetensors")
+        with pytest.raises(PlanError, match=told):
+            ckpt_tools.convert(
+                tmp_path / f"{number}.safetensors", tmp_path / "o", to="dcp", base=base, names=names
+            )
+    assert not (tmp_path / "o").exists()
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
+    done = ckpt(
+        "convert",
+        tmp_path / "want",
+        tmp_path / "o",
+        "--to",
+        "dcp",
+        "--names",
+        "transformers",
+        "--base",
+        base,
+    )
+    assert done.returncode == 13 and "transformers has no model 'NoSuchModel'" in done.stderr
+    for more, told in (
+        (["--names", "transformers"], "--names needs --base DIR"),
+        (["--names", "meta", "--base", base], "--names: expected hub or transformers, got 'meta'"),
+    ):
+        done = ckpt("convert", tmp_path / "want", tmp_path / "o", "--to", "dcp", *more)
+        assert done.returncode == 13 and told in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_in_an_expert_is_found(tmp_path: Path) -> None:
+    """In both directions, and if it is cast: then the source is read once more."""
+    model = model_of("Qwen3Moe")
+    base = config_of(model, tmp_path / "base")
+    memory = {name: value.clone() for name, value in model.state_dict().items()}
+    dcp.save({"model": memory}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    ckpt_tools.convert(tmp_path / "stock", tmp_path / "memory", to="dcp")
+    ckpt_tools.convert(tmp_path / "stock", tmp_path / "hub", to="hf", base=base)
+    expert = memory["model.layers.0.mlp.experts.gate_up_proj"][2, 9:].contiguous()
+    for folder, names, dtype in (
+        ("memory", "hub", None),
+        ("memory", "hub", "bf16"),
+        ("hub", "transformers", None),
+    ):
+        (file,) = [
+            p for p in (tmp_path / folder).iterdir() if expert.numpy().tobytes() in p.read_bytes()
+        ]
+        before = file.read_bytes()
+        data = bytearray(before)
+        data[data.index(expert.numpy().tobytes()) + 5] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(IntegrityError, match="gate_up_proj|gate_proj|up_proj"):
+            ckpt_tools.convert(
+                tmp_path / folder, tmp_path / "o", to="dcp", base=base, names=names, dtype=dtype
+            )
+        assert not (tmp_path / "o").exists()
+        file.write_bytes(before)

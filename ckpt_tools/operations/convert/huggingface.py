@@ -70,6 +70,11 @@ model, info = kind.from_pretrained(
 )
 wrong = [f"{k}: {sorted(map(str, v))[:3]}" for k, v in info.items() if v]
 state = model.state_dict()
+try:  # from release 5: memory has other tensors than files
+    from transformers.core_model_loading import revert_weight_conversion
+    state = revert_weight_conversion(model, state) | state
+except ImportError:
+    pass
 for path in sorted(folder.glob("*.safetensors")):
     with safe_open(path, "pt") as file:
         for name in file.keys():

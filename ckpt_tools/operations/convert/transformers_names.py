@@ -2,9 +2,9 @@
 
 From release 5, transformers keeps the experts of a layer as one tensor, and its files have one
 tensor per expert. It converts when it saves and loads. This module asks transformers itself what a
-model's conversion does: in a separate process, without weights, it lets transformers convert
-tensors that have shapes only, and notes which views and joins come of it. So it knows every model
-of the installed release, and no layout is guessed.
+model's conversion does. In a separate process, transformers converts tensors that have shapes and
+no values, and the views and joins are noted. So every model of the installed release is known, and
+no layout is guessed.
 
 Source: transformers 5.24 `core_model_loading.revert_weight_conversion`, which `save_pretrained`
 calls.

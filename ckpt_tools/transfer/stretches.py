@@ -1,8 +1,8 @@
 """Proves the bytes of tensors that are cut, joined or reordered on the way.
 
-The fingerprint of a tensor is that of its segments, one after the other. So the results of a cut
+The fingerprint of a tensor is that of its stretches, one after the other. So the results of a cut
 tensor prove its bytes, if they are all of it, and sealed tensors prove what they are joined to.
-What the results cannot prove is read once more.
+A tensor that the results cannot prove is read once more.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
-from ckpt_tools.core.catalog import Catalog, Segment
+from ckpt_tools.core.catalog import Catalog, Stretch
 from ckpt_tools.core.checksum import join_crc64
 from ckpt_tools.core.plan import Plan, plan_values
 from ckpt_tools.engine.execute import execute_batches
@@ -21,7 +21,7 @@ from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.transfer.prove import SealedFingerprint, prove_fingerprints
 
 
-class SegmentProofs(NamedTuple):
+class StretchProofs(NamedTuple):
     """What proves the sealed tensors that a plan cuts, joins or reorders.
 
     Attributes:
@@ -39,13 +39,13 @@ class SegmentProofs(NamedTuple):
     apart: Sequence[str]
 
 
-def segment_proofs(
+def stretch_proofs(
     manifest: Manifest | None,
     source: Source,
     catalog: Catalog,
     plan: Plan,
     altered: Container[str] = (),
-) -> SegmentProofs:
+) -> StretchProofs:
     """Returns what proves the sealed tensors that a plan cuts, joins or reorders.
 
     Args:
@@ -55,7 +55,7 @@ def segment_proofs(
         plan: results that are cast prove nothing.
         altered: results with other values than those read. They prove nothing either.
     """
-    taken: dict[str, list[tuple[Segment, str]]] = {}  # by stored tensor: of which results
+    taken: dict[str, list[tuple[Stretch, str]]] = {}  # by stored tensor: of which results
     joined: dict[str, Sequence[str]] = {}
     stored = source.catalog.tensors
     sealed = {
@@ -66,15 +66,15 @@ def segment_proofs(
     nbytes = {fqn: stored[fqn].nbytes for fqn in sealed}
     for tensor in plan.tensors:
         entry = None if tensor.is_object else catalog.tensors[tensor.fqn]
-        if entry is None or not entry.segments:
+        if entry is None or not entry.stretches:
             continue
         is_same = tensor.src_dtype is tensor.dst_dtype and tensor.fqn not in altered
-        for segment in entry.segments:
-            if segment.stored in sealed:
-                found = segment if is_same else Segment(segment.stored, 0, 0, 0)
-                taken.setdefault(segment.stored, []).append((found, tensor.fqn))
-        parts = [s.stored for s in entry.segments if _is_all(s, nbytes, entry.dtype.itemsize)]
-        if is_same and len(parts) == len(entry.segments):
+        for stretch in entry.stretches:
+            if stretch.stored in sealed:
+                found = stretch if is_same else Stretch(stretch.stored, 0, 0, 0)
+                taken.setdefault(stretch.stored, []).append((found, tensor.fqn))
+        parts = [s.stored for s in entry.stretches if _is_all(s, nbytes, entry.dtype.itemsize)]
+        if is_same and len(parts) == len(entry.stretches):
             joined[tensor.fqn] = parts
     proved = {fqn for parts in joined.values() for fqn in parts}
     cut = {
@@ -83,34 +83,34 @@ def segment_proofs(
         if fqn not in proved and _tile(found, catalog, nbytes[fqn])
     }
     apart = [fqn for fqn in taken if fqn not in proved and fqn not in cut]
-    return SegmentProofs(sealed, nbytes, cut, joined, apart)
+    return StretchProofs(sealed, nbytes, cut, joined, apart)
 
 
-def _is_all(segment: Segment, nbytes: Mapping[str, int], itemsize: int) -> bool:
-    """Tells whether a segment is all of a sealed tensor."""
-    return not segment.start and segment.number * itemsize == nbytes.get(segment.stored)
+def _is_all(stretch: Stretch, nbytes: Mapping[str, int], itemsize: int) -> bool:
+    """Tells whether a stretch is all of a sealed tensor."""
+    return not stretch.start and stretch.number * itemsize == nbytes.get(stretch.stored)
 
 
-def _tile(found: Sequence[tuple[Segment, str]], catalog: Catalog, nbytes: int) -> bool:
-    """Tells whether results are each one segment of a tensor, and together all of it."""
+def _tile(found: Sequence[tuple[Stretch, str]], catalog: Catalog, nbytes: int) -> bool:
+    """Tells whether results are each one stretch of a tensor, and together all of it."""
     end = 0
-    for segment, name in sorted(found):
+    for stretch, name in sorted(found):
         entry = catalog.tensors[name]
-        if segment.start != end or not segment.number or len(entry.segments) != 1:
+        if stretch.start != end or not stretch.number or len(entry.stretches) != 1:
             return False
-        end += segment.number
+        end += stretch.number
         itemsize = entry.dtype.itemsize
     return end * itemsize == nbytes
 
 
 def prove_apart(
-    source: Source, proofs: SegmentProofs, names: Sequence[str], jobs: int, tiles: tuple[int, int]
+    source: Source, proofs: StretchProofs, names: Sequence[str], jobs: int, tiles: tuple[int, int]
 ) -> None:
     """Reads sealed tensors once more, and compares their fingerprints.
 
     Args:
         source: the checkpoint.
-        proofs: from `segment_proofs`.
+        proofs: from `stretch_proofs`.
         names: of those that no result proves.
         jobs: threads.
         tiles: see `tile_bytes`.
@@ -127,12 +127,12 @@ def prove_apart(
     prove_fingerprints(source, expected, sink.fingerprints.join())
 
 
-def prove_segments(source: Source, proofs: SegmentProofs, computed: Mapping[str, int]) -> None:
+def prove_stretches(source: Source, proofs: StretchProofs, computed: Mapping[str, int]) -> None:
     """Compares the fingerprints of results with those of the sealed tensors that they consist of.
 
     Args:
         source: the checkpoint.
-        proofs: from `segment_proofs`.
+        proofs: from `stretch_proofs`.
         computed: fingerprints of the results.
 
     Raises:
