@@ -304,3 +304,131 @@ def test_a_flipped_bit_in_a_tensor_that_is_cut_or_joined_is_found(at: str, tmp_p
     with pytest.raises(IntegrityError):
         ckpt_tools.convert(sealed, tmp_path / "bad", to="dcp", key_map=rules)
     assert not (tmp_path / "bad").exists()
+
+
+def convert(source: Path, target: Path, rules: Path, **how: Any) -> dict[str, Any]:
+    ckpt_tools.convert(source, target, to="torch", key_map=rules, **how)
+    found: dict[str, Any] = torch.load(target)
+    return found
+
+
+def test_experts_with_interleaved_columns_become_one_matrix_each(tmp_path: Path) -> None:
+    """As from gpt-oss in memory to Megatron, and back: every kind of rule, with the moments."""
+    torch.manual_seed(0)
+    wide, moment = torch.randn(3, 4, 10), torch.randn(3, 4, 10)
+    name = "layers.0.gate_up_proj"
+    state = {name: {"exp_avg": moment, "step": torch.tensor(7.0)}}
+    source = job(tmp_path / "j.pt", {name: wide}, state, [{"lr": 0.1, "params": [name]}])
+    there = write_map(
+        tmp_path,
+        unstack=[{"match": "(.*)\\.gate_up_proj", "into": "\\1.e.{layer}.gate_up"}],
+        split=[
+            {
+                "match": "(.*)\\.gate_up",
+                "into": ["\\1.gate", "\\1.up"],
+                "parts": [1, 1],
+                "dim": 1,
+                "interleaved": True,
+            }
+        ],
+        transpose=[{"match": ".*\\.(gate|up)", "dims": [-1, -2]}],
+        fuse=[{"match": "(.*)\\.gate", "from": ["\\1.gate", "\\1.up"], "into": "\\1.fc1"}],
+    )
+    got = convert(source, tmp_path / "there.pt", there)
+
+    def expert(value: torch.Tensor, number: int) -> torch.Tensor:
+        return torch.cat([value[number, :, 0::2].T, value[number, :, 1::2].T])
+
+    assert list(got["model"]) == [f"layers.0.e.{n}.fc1" for n in range(3)]
+    assert got["optimizer"]["param_groups"][0]["params"] == list(got["model"])
+    for number in range(3):
+        name = f"layers.0.e.{number}.fc1"
+        assert torch.equal(got["model"][name], expert(wide, number))
+        assert torch.equal(got["optimizer"]["state"][name]["exp_avg"], expert(moment, number))
+        assert got["optimizer"]["state"][name]["step"] == 7
+    back = write_map(
+        tmp_path,
+        split=[
+            {"match": "(.*)\\.fc1", "into": ["\\1.gate", "\\1.up"], "parts": [1, 1]},
+        ],
+        transpose=[{"match": ".*\\.(gate|up)", "dims": [0, 1]}],
+        fuse=[
+            {
+                "match": "(.*)\\.gate",
+                "from": ["\\1.gate", "\\1.up"],
+                "into": "\\1.gate_up",
+                "dim": 1,
+                "interleaved": True,
+            }
+        ],
+        stack=[{"match": "(.*)\\.e\\.(\\d+)\\.gate_up", "into": "\\1.gate_up_proj", "by": 2}],
+    )
+    again = convert(tmp_path / "there.pt", tmp_path / "back.pt", back)
+    (name,) = again["model"]
+    assert name == "layers.0.gate_up_proj" and torch.equal(again["model"][name], wide)
+    assert torch.equal(again["optimizer"]["state"][name]["exp_avg"], moment)
+
+
+def test_groups_along_any_dim(tmp_path: Path) -> None:
+    """Split and fuse along each dim, with and without groups, compared with torch."""
+    torch.manual_seed(0)
+    whole_one = torch.randn(8, 8, 8)
+    save_file({"a.qkv": whole_one}, tmp_path / "m.safetensors")
+    names = ["a.q", "a.k", "a.v"]
+    for dim in range(3):
+        for groups in (1, 2):
+            split = {**SPLIT, "match": "a.qkv", "into": names, "parts": [2, 1, 1]}
+            rules = write_map(tmp_path, split=[{**split, "dim": dim, "groups": groups}])
+            parts = convert(tmp_path / "m.safetensors", tmp_path / "p.pt", rules, overwrite=True)
+            grouped = whole_one.unflatten(dim, (groups, 8 // groups))
+            want = grouped.split([4 // groups, 2 // groups, 2 // groups], dim + 1)
+            for name, value in zip(names, want, strict=True):
+                assert torch.equal(parts[name], value.flatten(dim, dim + 1)), (dim, groups)
+            fuse = {"match": "a.q", "from": names, "into": "a.qkv", "dim": dim, "groups": groups}
+            rules = write_map(tmp_path, fuse=[fuse])
+            made = convert(tmp_path / "p.pt", tmp_path / "w.pt", rules, overwrite=True)
+            assert torch.equal(made["a.qkv"], whole_one), (dim, groups)
+
+
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        ({"stack": [{"match": "e.(\\d+).w", "into": "e.w"}]}, "stack: expected by, into, match"),
+        ({"stack": [{"match": "e.(\\d+).w", "into": "e.w", "by": 2}]}, "`by` is the number of a"),
+        ({"stack": [{"match": "(e).\\d+.w", "into": "e.w", "by": 1}]}, "is no number in 'e.0.w'"),
+        (
+            {"stack": [{"match": "e.(\\d+).w", "into": "e.w", "by": 1}]},
+            "number 1 of 'e.w' is missing",
+        ),
+        (
+            {"stack": [{"match": "([eo]).([02]).w", "into": "w", "by": 2}]},
+            "two tensors are number 0",
+        ),
+        (
+            {"stack": [{"match": "[ox].(.).w", "into": "w", "by": 1}]},
+            r"'o.0.w' \[3\], 'x.1.w' \[2\]",
+        ),
+        ({"transpose": [{"match": "e.0.w", "dims": [0]}]}, "`dims` is a list of two numbers"),
+        (
+            {"transpose": [{"match": "e.0.w", "dims": [0, 1]}]},
+            r"no two dims \[0, 1\] in the shape \[2\]",
+        ),
+        ({"split": [{**SPLIT, "match": "e.0.w", "dim": -1}]}, "`dim` is a whole number"),
+        ({"split": [{**SPLIT, "match": "(e).0.w", "dim": 1}]}, r"no dim 1 in the shape \[2\]"),
+        (
+            {"split": [{**SPLIT, "match": "e.0.w", "interleaved": True, "groups": 2}]},
+            "`interleaved` is a number of groups of its own",
+        ),
+    ],
+)
+def test_rules_that_do_not_fit_are_refused(rules: Any, told: str, tmp_path: Path) -> None:
+    tensors = {"e.0.w": torch.zeros(2), "e.2.w": torch.zeros(2)}
+    tensors |= {"o.0.w": torch.zeros(3), "x.1.w": torch.zeros(2)}
+    save_file(tensors, tmp_path / "m.safetensors")
+    with pytest.raises(PlanError, match=told):
+        ckpt_tools.convert(
+            tmp_path / "m.safetensors",
+            tmp_path / "o.pt",
+            to="torch",
+            key_map=write_map(tmp_path, **rules, keep=[".*"]),
+        )

@@ -1,9 +1,10 @@
 """Applies key maps: data files that describe how two frameworks name and lay out tensors.
 
 A map is JSON with these rules, applied in this order. `drop` leaves tensors out. `unstack` cuts a
-tensor of all layers. `split` cuts a tensor by rows. `rope` reorders rows of rotary heads between
-interleaved pairs and halves. `fuse` joins tensors by rows. `rename` has pairs of regular expression
-and replacement. `keep` names tensors that stay as they are.
+tensor of all layers. `split` cuts a tensor along a dim. `rope` reorders rows of rotary heads
+between interleaved pairs and halves. `transpose` swaps two dims. `fuse` joins tensors along a dim.
+`stack` joins tensors along a new first dim. `rename` has pairs of regular expression and
+replacement. `keep` names tensors that stay as they are.
 
 All rules apply to the model and to its optimizer state. Each rule must match, unless it is
 optional, and each tensor must be matched. See "Key maps" in docs/convert.md.
@@ -11,6 +12,7 @@ optional, and each tensor must be matched. See "Key maps" in docs/convert.md.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +30,7 @@ from ckpt_tools.operations.convert.training_state import TrainingState
 from ckpt_tools.storage.small_files import parse_json, read_named
 
 _OWN = Path(__file__).parents[2] / "maps"
-_KEYS = {"about", "drop", "keep", "rename", "rope", "split", "fuse", "unstack"}
+_KEYS = {"about", "drop", "keep", "rename"}
 _SHOWN = 8
 
 
@@ -44,6 +46,8 @@ class KeyMap:
     split: Sequence[Mapping[str, Any]]
     fuse: Sequence[Mapping[str, Any]]
     unstack: Sequence[Mapping[str, Any]]
+    transpose: Sequence[Mapping[str, Any]]
+    stack: Sequence[Mapping[str, Any]]
     settings: Mapping[str, int] = field(default_factory=dict)
 
     def number(self, value: object) -> int:
@@ -82,8 +86,8 @@ def read_map(path: str | os.PathLike[str], settings: Mapping[str, int] | None = 
     file = _OWN / f"{where}.json" if where in own_maps() else Path(where)
     try:
         body = parse_json(read_named(file))
-        if not isinstance(body, dict) or body.keys() - _KEYS:
-            raise ValueError(f"expected a table with {', '.join(sorted(_KEYS))}")
+        if not isinstance(body, dict) or body.keys() - _KEYS - _FIELDS.keys():
+            raise ValueError(f"expected a table with {', '.join(sorted(_KEYS | _FIELDS.keys()))}")
         renames = [_rename(*rule) for rule in body.get("rename", [])]
         drop, keep = (_patterns_of(body, key) for key in ("drop", "keep"))
         rules = {key: [_rule(key, rule) for rule in body.get(key, [])] for key in _FIELDS}
@@ -100,10 +104,15 @@ _FIELDS = {
     "split": {"match", "into", "parts"},
     "fuse": {"match", "from", "into"},
     "unstack": {"match", "into"},
+    "transpose": {"match", "dims"},
+    "stack": {"match", "into", "by"},
 }
 
 
-_OPTIONAL_FIELDS = {"split": {"groups"}, "fuse": {"groups", "of"}}
+_OPTIONAL_FIELDS = {
+    "split": {"groups", "dim", "interleaved"},
+    "fuse": {"groups", "of", "dim", "interleaved"},
+}
 _LISTS = (("split", "into"), ("fuse", "from"))  # rules with several names
 _OF_OPTIMIZER = "optimizer"  # a rule that leaves the model as it is
 
@@ -152,8 +161,7 @@ def _rule(kind: str, rule: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     if rule.get("of", _OF_OPTIMIZER) != _OF_OPTIMIZER:
         raise ValueError(f"{kind}: `of` is {_OF_OPTIMIZER}, got {rule['of']!r}")
-    if type(rule.get("optional", True)) is not bool:
-        raise ValueError(f"{kind}: `optional` is true or false")
+    _check_values(kind, rule)
     for key in ("into", "from"):
         names = rule.get(key, "") if (kind, key) not in _LISTS else rule[key]
         if isinstance(names, list) != ((kind, key) in _LISTS) or names == []:
@@ -165,6 +173,27 @@ def _rule(kind: str, rule: Mapping[str, Any]) -> Mapping[str, Any]:
     if kind == "rope" and rule["to"] not in ("halves", "pairs"):
         raise ValueError("rope: `to` is halves or pairs")
     return {**rule, "match": re.compile(rule["match"])}
+
+
+def _check_values(kind: str, rule: Mapping[str, Any]) -> None:
+    """Refuses values of a rule that have no meaning.
+
+    Raises:
+        ValueError: with the key.
+    """
+    for flag in ("optional", "interleaved"):
+        if type(rule.get(flag, True)) is not bool:
+            raise ValueError(f"{kind}: `{flag}` is true or false")
+    if rule.get("interleaved") and "groups" in rule:
+        raise ValueError(f"{kind}: `interleaved` is a number of groups of its own")
+    for key in ("dim", "by"):
+        if type(rule.get(key, 0)) is not int or rule.get(key, 0) < 0:
+            raise ValueError(f"{kind}: `{key}` is a whole number of at least 0")
+    dims = rule.get("dims", [0, 1])
+    if not isinstance(dims, list) or len(dims) != 2 or {type(dim) for dim in dims} != {int}:
+        raise ValueError(f"{kind}: `dims` is a list of two numbers")
+    if kind == "stack" and not 1 <= rule["by"] <= re.compile(rule["match"]).groups:
+        raise ValueError(f"{kind}: `by` is the number of a group of `match`")
 
 
 def apply_map(
@@ -223,12 +252,17 @@ class _Mapping:
             ("unstack", self.keys.unstack),
             ("split", self.keys.split),
             ("rope", self.keys.rope),
+            ("transpose", self.keys.transpose),
             ("fuse", self.keys.fuse),
+            ("stack", self.keys.stack),
         ):
             for rule in rules:
                 found = self._matched(rule)
                 if not found and not rule.get("optional"):
                     self.unused.append(rule["match"].pattern)
+                if kind == "stack":
+                    self._stack(found, rule)
+                    continue
                 for name in found:
                     self._transform(kind, name, rule)
         self._rename()
@@ -297,6 +331,8 @@ class _Mapping:
             self._unstack(name, shape, rule)
         elif kind == "split":
             self._split(name, shape, rule)
+        elif kind == "transpose":
+            self._transpose(name, shape, rule["dims"])
         else:
             heads = self.keys.number(rule["heads"])
             found = {name: [_rope(name, shape, heads, rule["to"])]}
@@ -323,21 +359,72 @@ class _Mapping:
             relations[new] = [Relation(shape[1:], place, Place(new, 0, strides[1:]))]
         self._relate(relations, {name: shape}, dict.fromkeys(relations, shape[1:]))
 
-    def _split(self, name: str, shape: tuple[int, ...], rule: Mapping[str, Any]) -> None:
-        """Cuts a tensor by rows. `parts` in the rule has the relative sizes of the results.
+    def _stack(self, names: Sequence[str], rule: Mapping[str, Any]) -> None:
+        """Joins tensors along a new first dim, in the order of a number in their names."""
+        sets: dict[str, dict[int, str]] = {}
+        for name in names:
+            new = rule["match"].sub(rule["into"], name)
+            number = _index(rule["match"], rule["by"], name)
+            other = sets.setdefault(new, {}).setdefault(number, name)
+            if other != name:
+                raise PlanError(
+                    f"two tensors are number {number} of {printable(new)!r}:"
+                    f" {printable(other)!r}, {printable(name)!r}"
+                )
+        for new, parts in sets.items():
+            if sorted(parts) != list(range(len(parts))):
+                missing = min({*range(max(parts) + 1)} - parts.keys())
+                raise PlanError(f"number {missing} of {printable(new)!r} is missing")
+            shapes = {parts[n]: shape_of(self.parts, parts[n]) for n in range(len(parts))}
+            shape = shapes[parts[0]]
+            for name, other_shape in shapes.items():
+                if other_shape != shape:
+                    raise PlanError(
+                        f"tensors of different shapes cannot be stacked: {printable(parts[0])!r}"
+                        f" {list(shape)}, {printable(name)!r} {list(other_shape)}"
+                    )
+            strides, numel = row_major_strides(shape), math.prod(shape)
+            found = [
+                Relation(shape, Place(name, 0, strides), Place(new, n * numel, strides))
+                for n, name in enumerate(shapes)
+            ]
+            self._relate({new: found}, shapes, {new: (len(parts), *shape)})
 
-        With `groups`, the tensor has so many groups of rows, and each has rows of every result.
+    def _transpose(self, name: str, shape: tuple[int, ...], dims: Sequence[int]) -> None:
+        """Swaps two dims of a tensor."""
+        try:
+            order = list(range(len(shape)))
+            first, second = (order[dim] for dim in dims)
+            if first == second:
+                raise IndexError
+        except IndexError:
+            raise PlanError(
+                f"no two dims {list(dims)} in the shape {list(shape)}: {printable(name)!r}"
+            ) from None
+        order[first], order[second] = second, first
+        after = tuple(shape[dim] for dim in order)
+        strides = row_major_strides(after)
+        moved = tuple(strides[order.index(dim)] for dim in range(len(shape)))
+        relation = Relation(shape, Place(name, 0, row_major_strides(shape)), Place(name, 0, moved))
+        self._relate({name: [relation]}, {name: shape}, {name: after})
+
+    def _split(self, name: str, shape: tuple[int, ...], rule: Mapping[str, Any]) -> None:
+        """Cuts a tensor along a dim. `parts` in the rule has the relative sizes of the results.
+
+        With `groups`, the tensor has so many groups of indices, and each has some of every result.
         """
+        dim = self._dim(name, shape, rule)
         shares = [self.keys.number(share) for share in rule["parts"]]
-        groups = self.keys.number(rule.get("groups", 1))
+        unit, rest = divmod(shape[dim], sum(shares))
+        groups = unit if rule.get("interleaved") else self.keys.number(rule.get("groups", 1))
         if (
             len(shares) != len(rule["into"])
-            or shape[0] % sum(shares)
-            or any(share * (shape[0] // sum(shares)) % groups for share in shares)
+            or rest
+            or any(share * unit % max(groups, 1) for share in shares)
         ):
             raise PlanError(
-                f"{shape[0]} rows cannot be split as {shares}"
-                f"{f' in {groups} groups' if groups > 1 else ''}: {printable(name)!r}"
+                f"{shape[dim]} {'rows' if not dim else f'indices of dim {dim}'} cannot be split as"
+                f" {shares}{f' in {groups} groups' if groups > 1 else ''}: {printable(name)!r}"
             )
         names = [rule["match"].sub(new, name) for new in rule["into"]]
         if len(set(names)) != len(shares):
@@ -345,10 +432,23 @@ class _Mapping:
                 f"two parts would get one name: {', '.join(map(printable, names))}, of"
                 f" {printable(name)!r}"
             )
-        rows = [share * (shape[0] // sum(shares)) for share in shares]
-        found = _side_by_side(name, names, rows, shape[1:], groups)
-        right = {new: (number, *shape[1:]) for new, number in zip(names, rows, strict=True)}
+        right = {
+            new: (*shape[:dim], share * unit, *shape[dim + 1 :])
+            for new, share in zip(names, shares, strict=True)
+        }
+        found = _side_by_side(name, right, dim, groups)
         self._relate({new: [r] for new, r in found.items()}, {name: shape}, right)
+
+    def _dim(self, name: str, shape: Sequence[int], rule: Mapping[str, Any]) -> int:
+        """Returns the dim of a rule that cuts or joins.
+
+        Raises:
+            PlanError: the tensor has no such dim.
+        """
+        dim: int = rule.get("dim", 0)
+        if dim >= len(shape):
+            raise PlanError(f"no dim {dim} in the shape {list(shape)}: {printable(name)!r}")
+        return dim
 
     def _fuse(self, first: str, rule: Mapping[str, Any]) -> None:
         """Joins tensors by rows.
@@ -368,42 +468,71 @@ class _Mapping:
             found = [Relation((0,), Place(n, 0, (1,)), Place(new, 0, (1,))) for n in names]
             self._relate({new: found}, shapes, {new: ()}, not rule.get("of"))
             return
-        rest = shapes[first][1:]
-        for name, shape in shapes.items():
-            if name in names_of(self.parts) and (not shape or shape[1:] != rest):
-                raise PlanError(
-                    "tensors of different widths cannot become one:"
-                    f" {', '.join(f'{printable(n)} {list(s)}' for n, s in shapes.items())}"
-                )
-            if shape and shape[0] % groups:
-                raise PlanError(
-                    f"the rows cannot form {groups} groups: {printable(name)!r}, shape"
-                    f" {list(shape)}"
-                )
-        rows = [shape[0] if shape else 0 for shape in shapes.values()]
-        found = [r.inverse() for r in _side_by_side(new, names, rows, rest, groups).values()]
-        self._relate({new: found}, shapes, {new: (sum(rows), *rest)}, not rule.get("of"))
+        dim = self._dim(first, shapes[first], rule)
+        others = [shape[:dim] + shape[dim + 1 :] for shape in shapes.values() if shape]
+        if any(other != others[0] for other in others):
+            raise PlanError(
+                "tensors of different widths cannot become one:"
+                f" {', '.join(f'{printable(n)} {list(s)}' for n, s in shapes.items())}"
+            )
+        missing = next((name for name in names if name not in names_of(self.parts)), None)
+        if missing is not None or not all(shapes.values()):
+            lacking = missing or next(name for name, shape in shapes.items() if not shape)
+            raise PlanError(
+                f"the key map joins tensors, but one is missing: {printable(lacking)!r} beside"
+                f" {printable(first)!r}"
+            )
+        sizes = [shape[dim] for shape in shapes.values()]
+        groups = sizes[0] if rule.get("interleaved") else groups
+        wrong = next((n for n, s in shapes.items() if s[dim] % max(groups, 1)), None)
+        if wrong is not None:
+            raise PlanError(
+                f"the {'rows' if not dim else f'indices of dim {dim}'} cannot form {groups} groups:"
+                f" {printable(wrong)!r}, shape {list(shapes[wrong])}"
+            )
+        joined = (*shapes[first][:dim], sum(sizes), *shapes[first][dim + 1 :])
+        found = [r.inverse() for r in _side_by_side(new, shapes, dim, groups).values()]
+        self._relate({new: found}, shapes, {new: joined}, not rule.get("of"))
+
+
+def _index(match: re.Pattern[str], by: int, name: str) -> int:
+    """Returns the number that a group of a pattern finds in a name."""
+    found = match.fullmatch(name)
+    text = found.group(by) if found is not None else None
+    if text is None or not text.isdecimal() or len(text) > 6:
+        raise PlanError(
+            f"stack: group {by} of {match.pattern!r} is no number in {printable(name)!r}"
+        )
+    return int(text)
 
 
 def _side_by_side(
-    whole: str, names: Sequence[str], rows: Sequence[int], rest: tuple[int, ...], groups: int
+    whole: str, shapes: Mapping[str, tuple[int, ...]], dim: int, groups: int
 ) -> dict[str, Relation]:
-    """Returns the relations of a tensor with those that have its rows, one after the other.
+    """Returns the relations of a tensor with those that lie in it side by side, along a dim.
 
     Args:
-        whole, names: of the tensor and of its parts.
-        rows: of each part.
-        rest: the other dims.
-        groups: the rows of the whole are so many groups, and each has rows of every part.
+        whole: the tensor.
+        shapes: its parts, in order; their shapes differ in the dim alone.
+        dim: where they follow each other.
+        groups: the indices of the whole are so many groups, and each has some of every part.
     """
-    width, *strides = row_major_strides((1, *rest))
-    found, start = {}, 0
-    for name, number in zip(names, rows, strict=True):
-        size, each = number // groups, sum(rows) // groups
+    sizes = [shape[dim] for shape in shapes.values()]
+    found, start, total = {}, 0, sum(sizes)
+    for (name, shape), number in zip(shapes.items(), sizes, strict=True):
+        before, behind = shape[:dim], shape[dim + 1 :]
+        size, each = number // max(groups, 1), total // max(groups, 1)
+        inner = row_major_strides((1, *behind))
+        width, rest = inner[0], inner[1:]
+        outer = row_major_strides((*before, 1))[:-1]
         found[name] = Relation(
-            (groups, size, *rest),
-            Place(whole, start * width, (each * width, width, *strides)),
-            Place(name, 0, (size * width, width, *strides)),
+            (*before, groups, size, *behind),
+            Place(
+                whole,
+                start * width,
+                (*(s * total * width for s in outer), each * width, width, *rest),
+            ),
+            Place(name, 0, (*(s * number * width for s in outer), size * width, width, *rest)),
         )
         start += size
     return found
@@ -417,7 +546,7 @@ def _refuse_quantized(parts: TrainingState, keys: KeyMap) -> None:
     Raises:
         PlanError: a rule does.
     """
-    for rule in (*keys.unstack, *keys.split, *keys.fuse, *keys.rope):
+    for rule in _transforms(keys):
         for fqn, entry in parts.model.items() if not rule.get("of") else ():
             if entry.quantized is not None and rule["match"].fullmatch(fqn):
                 raise PlanError(
@@ -429,8 +558,13 @@ def _refuse_quantized(parts: TrainingState, keys: KeyMap) -> None:
 
 def _cut(parts: TrainingState, keys: KeyMap) -> list[str]:
     """Returns the names of the tensors that a rule may cut or join."""
-    rules = [rule["match"] for rule in (*keys.unstack, *keys.split, *keys.rope)]
+    rules = [rule["match"] for rule in _transforms(keys)]
     return [n for n in names_of(parts) if keys.fuse or any(m.fullmatch(n) for m in rules)]
+
+
+def _transforms(keys: KeyMap) -> list[Mapping[str, Any]]:
+    """Returns the rules that change more than names."""
+    return [*keys.unstack, *keys.split, *keys.rope, *keys.transpose, *keys.fuse, *keys.stack]
 
 
 def check_settings(keys: KeyMap, given: Iterable[str]) -> None:
