@@ -250,8 +250,8 @@ def convert(
             autocompletion=maps,
             metavar="FILE|NAME",
             help=(
-                "A key map: llama_titan_to_hf, llama_hf_to_titan, qkv_split, qkv_fuse,"
-                " megatron_unstack, or a file of your own."
+                "A key map: llama_titan_to_hf, llama_hf_to_titan, the same of qwen3 and"
+                " deepseek_v3, qkv_split, qkv_fuse, megatron_unstack, or a file of your own."
             ),
             show_default=False,
         ),

@@ -31,7 +31,7 @@ from ckpt_tools.errors import CatalogError, PlanError, printable
 _MAX_PIECES = 1 << 20  # of one tensor
 
 
-class Place(NamedTuple):
+class GridPlace(NamedTuple):
     """Where a grid lies in a tensor: element `offset + Σ index[axis] · strides[axis]`.
 
     Offset and strides count elements in the row-major order of the tensor.
@@ -46,8 +46,8 @@ class Relation(NamedTuple):
     """A grid of elements that two tensors share. `sizes` has its axes."""
 
     sizes: tuple[int, ...]
-    left: Place
-    right: Place
+    left: GridPlace
+    right: GridPlace
 
     @property
     def numel(self) -> int:
@@ -59,7 +59,7 @@ class Relation(NamedTuple):
         return Relation(self.sizes, self.right, self.left)
 
 
-class Run(NamedTuple):
+class Coordinates(NamedTuple):
     """The coordinates of a grid along one dim of a tensor: `start + step · index[axis]`.
 
     `axis` is None if the coordinate does not move.
@@ -73,7 +73,7 @@ class Run(NamedTuple):
 def renaming(old: str, new: str, shape: Sequence[int]) -> Relation:
     """Returns the relation of a tensor with the same tensor under another name."""
     strides = row_major_strides(shape)
-    return Relation(tuple(shape), Place(old, 0, strides), Place(new, 0, strides))
+    return Relation(tuple(shape), GridPlace(old, 0, strides), GridPlace(new, 0, strides))
 
 
 def assemble(
@@ -152,7 +152,10 @@ def is_whole(relation: Relation, shape: Sequence[int], other: Sequence[int]) -> 
 
 
 def _pieces(
-    entry: TensorEntry, sizes: Sequence[int], source: Sequence[Run], target: Sequence[Run]
+    entry: TensorEntry,
+    sizes: Sequence[int],
+    source: Sequence[Coordinates],
+    target: Sequence[Coordinates],
 ) -> Iterator[Chunk]:
     """Returns the chunks of the result that take a grid of a source, one per chunk of it."""
     for chunk in entry.chunks:
@@ -160,14 +163,14 @@ def _pieces(
         if not box.numel:
             continue
         lows, highs = [0] * len(sizes), list(sizes)
-        for run, low, size in zip(source, box.offsets, box.sizes, strict=True):
-            if run.axis is None:
-                if not low <= run.start < low + size:
+        for coord, low, size in zip(source, box.offsets, box.sizes, strict=True):
+            if coord.axis is None:
+                if not low <= coord.start < low + size:
                     break
                 continue
-            lows[run.axis] = max(0, -(-(low - run.start) // run.step))
-            highs[run.axis] = min(highs[run.axis], -(-(low + size - run.start) // run.step))
-            if lows[run.axis] >= highs[run.axis]:
+            lows[coord.axis] = max(0, -(-(low - coord.start) // coord.step))
+            highs[coord.axis] = min(highs[coord.axis], -(-(low + size - coord.start) // coord.step))
+            if lows[coord.axis] >= highs[coord.axis]:
                 break
         else:
             yield Chunk(
@@ -182,8 +185,8 @@ def _pieces(
 def _extent(
     chunk: Chunk,
     itemsize: int,
-    source: Sequence[Run],
-    target: Sequence[Run],
+    source: Sequence[Coordinates],
+    target: Sequence[Coordinates],
     lows: Sequence[int],
     highs: Sequence[int],
 ) -> Extent:
@@ -191,13 +194,13 @@ def _extent(
     own = chunk.extent.strides or row_major_strides(chunk.box.sizes)
     moved = [0] * len(lows)  # elements of the file, per step along an axis
     skip = 0
-    for run, low, stride in zip(source, chunk.box.offsets, own, strict=True):
-        at = run.start if run.axis is None else run.start + lows[run.axis] * run.step
+    for coord, low, stride in zip(source, chunk.box.offsets, own, strict=True):
+        at = coord.start if coord.axis is None else coord.start + lows[coord.axis] * coord.step
         skip += (at - low) * stride
-        if run.axis is not None:
-            moved[run.axis] = run.step * stride
-    strides = [0 if run.axis is None else moved[run.axis] for run in target]
-    sizes = [1 if run.axis is None else highs[run.axis] - lows[run.axis] for run in target]
+        if coord.axis is not None:
+            moved[coord.axis] = coord.step * stride
+    strides = [0 if coord.axis is None else moved[coord.axis] for coord in target]
+    sizes = [1 if coord.axis is None else highs[coord.axis] - lows[coord.axis] for coord in target]
     span = 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
     plain = row_major_strides(sizes)
     is_flat = all(n == 1 or s == p for n, s, p in zip(sizes, strides, plain, strict=True))
@@ -217,7 +220,7 @@ def _extent(
 
 # ---- from strides to dims ------------------------------------------------------------------------
 
-_Aligned = tuple[tuple[int, ...], list[Run], list[Run]]
+_Aligned = tuple[tuple[int, ...], list[Coordinates], list[Coordinates]]
 
 
 def _aligned(relation: Relation, left: Sequence[int], right: Sequence[int]) -> Iterator[_Aligned]:
@@ -233,13 +236,13 @@ def _aligned(relation: Relation, left: Sequence[int], right: Sequence[int]) -> I
         return
     found = []
     for place, shape in ((relation.left, left), (relation.right, right)):
-        runs = _runs(relation.sizes, place, shape)
-        if isinstance(runs, tuple):
-            for part in _split(relation, *runs):
+        coords = _coordinates(relation.sizes, place, shape)
+        if isinstance(coords, tuple):
+            for part in _split(relation, *coords):
                 yield from _aligned(part, left, right)
             return
-        found.append(runs)
-    steps = [run for run in found[1] if run.axis is not None and run.step != 1]
+        found.append(coords)
+    steps = [coord for coord in found[1] if coord.axis is not None and coord.step != 1]
     if steps:
         assert steps[0].axis is not None
         for part in _split(relation, steps[0].axis, 1):
@@ -248,17 +251,19 @@ def _aligned(relation: Relation, left: Sequence[int], right: Sequence[int]) -> I
     yield relation.sizes, found[0], found[1]
 
 
-def _runs(sizes: Sequence[int], place: Place, shape: Sequence[int]) -> list[Run] | tuple[int, int]:
+def _coordinates(
+    sizes: Sequence[int], place: GridPlace, shape: Sequence[int]
+) -> list[Coordinates] | tuple[int, int]:
     """Returns the coordinates of a grid along each dim of a tensor.
 
     An axis may not move along a single dim, and two axes may move along the same one. Then it
     returns an axis, and how many of its indices stay together: 1 to take each by itself.
     """
     strides, rest = row_major_strides(shape), place.offset
-    runs = []
+    coords = []
     for stride in strides:
         start, rest = divmod(rest, stride)
-        runs.append(Run(start))
+        coords.append(Coordinates(start))
     for axis, (size, stride) in enumerate(zip(sizes, place.strides, strict=True)):
         if size == 1:
             continue
@@ -267,14 +272,14 @@ def _runs(sizes: Sequence[int], place: Place, shape: Sequence[int]) -> list[Run]
             return axis, 1
         dim = max(dims, key=strides.__getitem__)
         step = stride // strides[dim]
-        room = -(-(shape[dim] - runs[dim].start) // step)  # indices that stay in the dim
+        room = -(-(shape[dim] - coords[dim].start) // step)  # indices that stay in the dim
         if size > room:
-            return axis, room if size % room == 0 and not runs[dim].start else 1
-        other = runs[dim].axis
+            return axis, room if size % room == 0 and not coords[dim].start else 1
+        other = coords[dim].axis
         if other is not None:
             return (axis, 1) if stride > place.strides[other] else (other, 1)
-        runs[dim] = Run(runs[dim].start, step, axis)
-    return runs
+        coords[dim] = Coordinates(coords[dim].start, step, axis)
+    return coords
 
 
 def _split(relation: Relation, axis: int, together: int) -> Iterator[Relation]:
@@ -286,7 +291,7 @@ def _split(relation: Relation, axis: int, together: int) -> Iterator[Relation]:
         yield Relation(
             (*sizes[:axis], outer, inner, *sizes[axis + 1 :]),
             *(
-                Place(
+                GridPlace(
                     name,
                     offset,
                     (*strides[:axis], strides[axis] * inner, strides[axis], *strides[axis + 1 :]),
@@ -304,7 +309,7 @@ def _split(relation: Relation, axis: int, together: int) -> Iterator[Relation]:
         yield Relation(
             (*sizes[:axis], *sizes[axis + 1 :]),
             *(
-                Place(
+                GridPlace(
                     name,
                     offset + index * strides[axis],
                     (*strides[:axis], *strides[axis + 1 :]),
@@ -317,7 +322,7 @@ def _split(relation: Relation, axis: int, together: int) -> Iterator[Relation]:
 # ---- through copies in memory --------------------------------------------------------------------
 
 
-class Strided(NamedTuple):
+class StridedView(NamedTuple):
     """A strided view of some memory: `memory` names it; the rest counts elements."""
 
     memory: str
@@ -326,14 +331,16 @@ class Strided(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Joined(NamedTuple):
+class JoinedMemory(NamedTuple):
     """Memory that was filled with views of other memory, each at a box of its shape."""
 
     shape: tuple[int, ...]
-    parts: Sequence[tuple[tuple[int, ...], Strided]]
+    parts: Sequence[tuple[tuple[int, ...], StridedView]]
 
 
-def relations_of(name: str, view: Strided, joined: Mapping[str, Joined]) -> list[Relation]:
+def relations_of(
+    name: str, view: StridedView, joined: Mapping[str, JoinedMemory]
+) -> list[Relation]:
     """Returns which elements of which tensors a view consists of.
 
     Args:
@@ -341,8 +348,8 @@ def relations_of(name: str, view: Strided, joined: Mapping[str, Joined]) -> list
         view: of the memory of a tensor, or of memory that was filled with views.
         joined: the memory that was filled, by its name; all other memory is that of a tensor.
     """
-    place = Place(name, 0, row_major_strides(view.sizes))
-    first = Relation(view.sizes, Place(view.memory, view.offset, view.strides), place)
+    place = GridPlace(name, 0, row_major_strides(view.sizes))
+    first = Relation(view.sizes, GridPlace(view.memory, view.offset, view.strides), place)
     pending, found = [first], []
     while pending:
         relation = pending.pop()
@@ -356,7 +363,7 @@ def relations_of(name: str, view: Strided, joined: Mapping[str, Joined]) -> list
 
 
 def _through(
-    relation: Relation, shape: Sequence[int], box: Box, part: Strided
+    relation: Relation, shape: Sequence[int], box: Box, part: StridedView
 ) -> Iterator[Relation]:
     """Returns the part of a relation that lies in a box, in the memory that filled the box.
 
@@ -368,31 +375,31 @@ def _through(
     """
     if not relation.numel:
         return
-    runs = _runs(relation.sizes, relation.left, shape)
-    if isinstance(runs, tuple):
-        for one in _split(relation, *runs):
+    coords = _coordinates(relation.sizes, relation.left, shape)
+    if isinstance(coords, tuple):
+        for one in _split(relation, *coords):
             yield from _through(one, shape, box, part)
         return
     lows, highs = [0] * len(relation.sizes), list(relation.sizes)
     offset, strides = part.offset, [0] * len(relation.sizes)
-    for run, low, size, stride in zip(runs, box.offsets, box.sizes, part.strides, strict=True):
-        if run.axis is None:
-            if not low <= run.start < low + size:
+    for coord, low, size, stride in zip(coords, box.offsets, box.sizes, part.strides, strict=True):
+        if coord.axis is None:
+            if not low <= coord.start < low + size:
                 return
-            offset += (run.start - low) * stride
+            offset += (coord.start - low) * stride
             continue
-        lows[run.axis] = max(0, -(-(low - run.start) // run.step))
-        highs[run.axis] = min(highs[run.axis], -(-(low + size - run.start) // run.step))
-        if lows[run.axis] >= highs[run.axis]:
+        lows[coord.axis] = max(0, -(-(low - coord.start) // coord.step))
+        highs[coord.axis] = min(highs[coord.axis], -(-(low + size - coord.start) // coord.step))
+        if lows[coord.axis] >= highs[coord.axis]:
             return
-        offset += (run.start + lows[run.axis] * run.step - low) * stride
-        strides[run.axis] = run.step * stride
+        offset += (coord.start + lows[coord.axis] * coord.step - low) * stride
+        strides[coord.axis] = coord.step * stride
     right = relation.right
     skip = sum(low * s for low, s in zip(lows, right.strides, strict=True))
     yield Relation(
         tuple(h - low for low, h in zip(lows, highs, strict=True)),
-        Place(part.memory, offset, tuple(strides)),
-        Place(right.name, right.offset + skip, right.strides),
+        GridPlace(part.memory, offset, tuple(strides)),
+        GridPlace(right.name, right.offset + skip, right.strides),
     )
 
 
@@ -429,11 +436,11 @@ def _cover_error(
     """Returns the error of a tensor in which grids leave a hole."""
     boxes = (
         Box(
-            tuple(run.start for run in runs),
-            tuple(1 if run.axis is None else sizes[run.axis] for run in runs),
+            tuple(coord.start for coord in coords),
+            tuple(1 if coord.axis is None else sizes[coord.axis] for coord in coords),
         )
         for r in relations
-        for sizes, _, runs in _aligned(Relation(r.sizes, r.left, r.left), shape, shape)
+        for sizes, _, coords in _aligned(Relation(r.sizes, r.left, r.left), shape, shape)
     )
     chunks = ChunkList(Chunk(box, Extent("", 0, 0)) for box in boxes)
     return cover_error(Catalog("", {}), TensorEntry(name, BY_NAME["uint8"], shape, chunks))

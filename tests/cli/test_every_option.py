@@ -94,6 +94,7 @@ NOTHING = {
     "--ranks": "0",
     "--rename": "zz=y",
     "--map": "no_such_map",
+    "--names": "zz",
     "--set": "heads=2",
     "--param-order": "no/such",
     "--optimizer": "zz",

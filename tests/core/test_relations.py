@@ -14,10 +14,10 @@ from ckpt_tools.core.catalog import Catalog, Chunk, ChunkList, Extent, TensorEnt
 from ckpt_tools.core.coverage import check
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.relations import (
-    Joined,
-    Place,
+    GridPlace,
+    JoinedMemory,
     Relation,
-    Strided,
+    StridedView,
     assemble,
     check_used_once,
     relations_of,
@@ -33,21 +33,21 @@ class Numpy:
 
     def __init__(self) -> None:
         self.memory: dict[str, np.ndarray] = {}
-        self.joined: dict[str, Joined] = {}
+        self.joined: dict[str, JoinedMemory] = {}
         self.views: list[np.ndarray] = []
 
     def source(self, name: str, shape: Sequence[int], first: int) -> np.ndarray:
         self.memory[name] = np.arange(first, first + math.prod(shape)).reshape(shape)
         return self.memory[name]
 
-    def view(self, array: np.ndarray) -> Strided:
+    def view(self, array: np.ndarray) -> StridedView:
         """Returns which memory an array is a view of."""
         at = array.__array_interface__["data"][0]
         for name, memory in self.memory.items():
             start = memory.__array_interface__["data"][0]
             if start <= at < start + memory.nbytes:
                 strides = tuple(stride // 8 for stride in array.strides)
-                return Strided(name, (at - start) // 8, array.shape, strides)
+                return StridedView(name, (at - start) // 8, array.shape, strides)
         raise AssertionError("a copy that nobody noted")
 
     def join(self, arrays: Sequence[np.ndarray], dim: int) -> np.ndarray:
@@ -58,7 +58,7 @@ class Numpy:
             for start, array in zip(starts, arrays, strict=False)
         ]
         name = f"made {len(self.memory)}"
-        self.memory[name], self.joined[name] = made, Joined(made.shape, parts)
+        self.memory[name], self.joined[name] = made, JoinedMemory(made.shape, parts)
         return made
 
 
@@ -182,7 +182,7 @@ def test_random_compositions_and_their_inverses(first: int) -> None:
 
 
 def grid(sizes: tuple[int, ...], left: tuple[int, ...], right: tuple[int, ...]) -> Relation:
-    return Relation(sizes, Place("a", 0, left), Place("b", 0, right))
+    return Relation(sizes, GridPlace("a", 0, left), GridPlace("b", 0, right))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_too_many_pieces_are_refused() -> None:
         assemble(
             "b",
             (number * 2,),
-            [Relation((number, 2), Place("a", 0, (1, number)), Place("b", 0, (2, 1)))],
+            [Relation((number, 2), GridPlace("a", 0, (1, number)), GridPlace("b", 0, (2, 1)))],
             {"a": entry},
         )
 
@@ -230,8 +230,8 @@ def test_types_that_differ_are_refused() -> None:
         for name, dtype in (("a", "float16"), ("c", "bfloat16"))
     }
     relations = [
-        Relation((2,), Place("a", 0, (1,)), Place("b", 0, (1,))),
-        Relation((2,), Place("c", 0, (1,)), Place("b", 2, (1,))),
+        Relation((2,), GridPlace("a", 0, (1,)), GridPlace("b", 0, (1,))),
+        Relation((2,), GridPlace("c", 0, (1,)), GridPlace("b", 2, (1,))),
     ]
     with pytest.raises(PlanError, match=r"a \(float16\), c \(bfloat16\)"):
         assemble("b", (4,), relations, entries)

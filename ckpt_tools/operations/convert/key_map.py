@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.core.box import row_major_strides
-from ckpt_tools.core.relations import Place, Relation
+from ckpt_tools.core.relations import GridPlace, Relation
 from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.operations.convert.relate import located, names_of, relate, shape_of
@@ -324,7 +324,8 @@ class _Mapping:
         if not shape:  # an optimizer lists the parameter, and has no moments of it
             names = [rule["match"].sub(new, name) for new in rule.get("into", ())] or [name]
             found = {
-                new: [Relation((0,), Place(name, 0, (1,)), Place(new, 0, (1,)))] for new in names
+                new: [Relation((0,), GridPlace(name, 0, (1,)), GridPlace(new, 0, (1,)))]
+                for new in names
             }
             self._relate(found, {name: shape}, dict.fromkeys(names, shape))
         elif kind == "unstack":
@@ -355,8 +356,8 @@ class _Mapping:
             new = rule["match"].sub(rule["into"].replace("{layer}", str(layer)), name)
             if new in relations:
                 raise PlanError(f"two layers would get one name: {printable(new)!r}")
-            place = Place(name, layer * strides[0], strides[1:])
-            relations[new] = [Relation(shape[1:], place, Place(new, 0, strides[1:]))]
+            place = GridPlace(name, layer * strides[0], strides[1:])
+            relations[new] = [Relation(shape[1:], place, GridPlace(new, 0, strides[1:]))]
         self._relate(relations, {name: shape}, dict.fromkeys(relations, shape[1:]))
 
     def _stack(self, names: Sequence[str], rule: Mapping[str, Any]) -> None:
@@ -385,7 +386,7 @@ class _Mapping:
                     )
             strides, numel = row_major_strides(shape), math.prod(shape)
             found = [
-                Relation(shape, Place(name, 0, strides), Place(new, n * numel, strides))
+                Relation(shape, GridPlace(name, 0, strides), GridPlace(new, n * numel, strides))
                 for n, name in enumerate(shapes)
             ]
             self._relate({new: found}, shapes, {new: (len(parts), *shape)})
@@ -405,7 +406,9 @@ class _Mapping:
         after = tuple(shape[dim] for dim in order)
         strides = row_major_strides(after)
         moved = tuple(strides[order.index(dim)] for dim in range(len(shape)))
-        relation = Relation(shape, Place(name, 0, row_major_strides(shape)), Place(name, 0, moved))
+        relation = Relation(
+            shape, GridPlace(name, 0, row_major_strides(shape)), GridPlace(name, 0, moved)
+        )
         self._relate({name: [relation]}, {name: shape}, {name: after})
 
     def _split(self, name: str, shape: tuple[int, ...], rule: Mapping[str, Any]) -> None:
@@ -465,7 +468,7 @@ class _Mapping:
         )
         shapes = {name: shape_of(self.parts, name) for name in names}
         if not any(shapes.values()):  # an optimizer lists them, and has no moments of them
-            found = [Relation((0,), Place(n, 0, (1,)), Place(new, 0, (1,))) for n in names]
+            found = [Relation((0,), GridPlace(n, 0, (1,)), GridPlace(new, 0, (1,))) for n in names]
             self._relate({new: found}, shapes, {new: ()}, not rule.get("of"))
             return
         dim = self._dim(first, shapes[first], rule)
@@ -527,12 +530,12 @@ def _side_by_side(
         outer = row_major_strides((*before, 1))[:-1]
         found[name] = Relation(
             (*before, groups, size, *behind),
-            Place(
+            GridPlace(
                 whole,
                 start * width,
                 (*(s * total * width for s in outer), each * width, width, *rest),
             ),
-            Place(name, 0, (*(s * number * width for s in outer), size * width, width, *rest)),
+            GridPlace(name, 0, (*(s * number * width for s in outer), size * width, width, *rest)),
         )
         start += size
     return found
@@ -593,6 +596,6 @@ def _rope(name: str, shape: tuple[int, ...], heads: int, to: str) -> Relation:
     half = shape[0] // heads // 2
     width, *rest = row_major_strides(shape)
     grid = (heads, 2, half, *shape[1:])
-    pairs = Place(name, 0, (2 * half * width, width, 2 * width, *rest))
-    halves = Place(name, 0, (2 * half * width, half * width, width, *rest))
+    pairs = GridPlace(name, 0, (2 * half * width, width, 2 * width, *rest))
+    halves = GridPlace(name, 0, (2 * half * width, half * width, width, *rest))
     return Relation(grid, *((pairs, halves) if to == "halves" else (halves, pairs)))

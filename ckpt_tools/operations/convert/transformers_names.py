@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.core.relations import (
-    Joined,
+    JoinedMemory,
     Relation,
-    Strided,
+    StridedView,
     check_used_once,
     is_whole,
     relations_of,
@@ -160,7 +160,7 @@ def ask_transformers(
         return None, last_line(done)
     told = json.loads(done.stdout.strip().splitlines()[-1])
     joined = {
-        name: Joined(tuple(shape), [(tuple(at), _strided(*view)) for at, *view in parts])
+        name: JoinedMemory(tuple(shape), [(tuple(at), _strided(*view)) for at, *view in parts])
         for name, (shape, parts) in told["joined"].items()
     }
     views = {name: _strided(*view) for name, view in told["files"].items()}
@@ -174,8 +174,8 @@ def ask_transformers(
     return names, ""
 
 
-def _strided(memory: str, offset: int, sizes: list[int], strides: list[int]) -> Strided:
-    return Strided(memory, offset, tuple(sizes), tuple(strides))
+def _strided(memory: str, offset: int, sizes: list[int], strides: list[int]) -> StridedView:
+    return StridedView(memory, offset, tuple(sizes), tuple(strides))
 
 
 def rename_as(

@@ -1,5 +1,6 @@
-"""A Llama of torchtitan, with torchtitan's optimizers and CheckpointManager:
-`torchtitan_llama_job.py OUT save` makes two steps and saves them; `… OUT load` loads step 2.
+"""A model of torchtitan, with torchtitan's optimizers and CheckpointManager:
+`torchtitan_models_job.py OUT save HOW` makes two steps and saves them; `… OUT load HOW` loads step
+2. HOW is `fused` or `separate` for a Llama, or `qwen3`, `qwen3_moe`, `deepseek_v3`.
 
 `OUT/save.pt` or `OUT/load.pt` is what it then has. `OUT/hf.pt` is what torchtitan's own adapter
 makes of the model, and of each kind of moments.
@@ -26,26 +27,64 @@ warnings.simplefilter("ignore")
 DIM, HEADS, KV_HEADS, LAYERS, VOCAB = 32, 8, 2, 2, 64
 
 
-def config(is_fused):
-    """Returns the configuration of a small Llama."""
+def config(how):
+    """Returns the configuration of a small model, its class, and that of its adapter."""
     # kernels of a GPU, which need Triton: the models import them, and a CPU never calls them
     sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = MagicMock()
+    from torchtitan.models import deepseek_v3, llama3, qwen3
     from torchtitan.models.common import ComplexRoPE
-    from torchtitan.models.llama3 import _build_llama3_layers, _debugmodel
+    from torchtitan.models.common.rope import CosSinRoPE
 
-    whole = _debugmodel(attn_backend="flex")
-    rope = ComplexRoPE.Config(dim=DIM // HEADS, max_seq_len=64, theta=10000)
-    layers = _build_llama3_layers(
-        fuse_qkv=is_fused,
-        n_layers=LAYERS,
-        dim=DIM,
-        n_heads=HEADS,
-        n_kv_heads=KV_HEADS,
-        hidden_dim=48,
-        rope=rope,
-        attn_backend="flex",
-    )
-    return dataclasses.replace(
+    heads = {"n_layers": LAYERS, "dim": DIM, "n_heads": HEADS, "attn_backend": "flex"}
+    size, experts = DIM // HEADS, {"num_experts": 4, "moe_hidden_dim": 8}
+    if how.startswith("qwen3"):
+        from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter as Adapter
+
+        kind, whole = qwen3.Qwen3Model, qwen3._debugmodel_moe(attn_backend="flex")
+        rope = CosSinRoPE.Config(dim=8, max_seq_len=64, theta=10000)
+        heads |= {"n_kv_heads": KV_HEADS, "head_dim": 8, "rope": rope, "fuse_qkv": True}
+        layers = (
+            qwen3._build_qwen3_moe_layers(**heads, **experts, top_k=2, moe_comm_backend="standard")
+            if how == "qwen3_moe"
+            else qwen3._build_qwen3_layers(**heads, hidden_dim=48)
+        )
+    elif how == "deepseek_v3":
+        from torchtitan.models.deepseek_v3.state_dict_adapter import (
+            DeepSeekV3StateDictAdapter as Adapter,
+        )
+
+        kind = deepseek_v3.DeepSeekV3Model
+        whole = deepseek_v3._debugmodel(attn_backend="flex", moe_comm_backend="standard")
+        layers = deepseek_v3._build_dsv3_layers(
+            **heads,
+            **experts,
+            n_dense_layers=1,
+            q_lora_rank=8,
+            kv_lora_rank=8,
+            qk_nope_head_dim=4,
+            qk_rope_head_dim=4,
+            v_head_dim=4,
+            mscale=0.7,
+            dense_hidden_dim=48,
+            num_shared_experts=1,
+            router_top_k=2,
+            router_score_func="sigmoid",
+            moe_comm_backend="standard",
+            non_blocking_capacity_factor=None,
+            rope=ComplexRoPE.Config(dim=4, max_seq_len=64, theta=10000),
+        )
+    else:
+        from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter as Adapter
+
+        kind, whole = llama3.Llama3Model, llama3._debugmodel(attn_backend="flex")
+        layers = llama3._build_llama3_layers(
+            **heads,
+            fuse_qkv=how == "fused",
+            n_kv_heads=KV_HEADS,
+            hidden_dim=48,
+            rope=ComplexRoPE.Config(dim=size, max_seq_len=64, theta=10000),
+        )
+    made = dataclasses.replace(
         whole,
         dim=DIM,
         vocab_size=VOCAB,
@@ -56,6 +95,7 @@ def config(is_fused):
         lm_head=dataclasses.replace(whole.lm_head, in_features=DIM, out_features=VOCAB),
         layers=layers,
     )
+    return made, kind, Adapter
 
 
 def full(value):
@@ -78,14 +118,13 @@ def as_model(model, optim, kind):
 
 
 def main():
-    out, mode, is_fused = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "fused"
+    out, mode, how = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     dist.init_process_group("gloo")
     torch.manual_seed(0 if mode == "save" else 1)
-    made = config(is_fused)
-    from torchtitan.models.llama3.model import Llama3Model
-    from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
-
-    model = Llama3Model(made)
+    made, kind, adapter = config(how)
+    model = kind(made)
+    for buffer in model.buffers():
+        buffer.normal_() if buffer.is_floating_point() else buffer.zero_()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -118,7 +157,7 @@ def main():
         assert manager.load()
     state = {n: full(t) for n, t in model.state_dict().items()}
     optim = {n: full(v) for n, v in optimizers.state_dict().items()}
-    adapter = Llama3StateDictAdapter(made, None)
+    adapter = adapter(made, None)
     if dist.get_rank() == 0:
         torch.save({"model": state, "optim": optim}, out / f"{mode}.pt")
         parts = {"model": dict(state)} | {
