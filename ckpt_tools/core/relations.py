@@ -70,12 +70,6 @@ class Coordinates(NamedTuple):
     axis: int | None = None
 
 
-def renaming(old: str, new: str, shape: Sequence[int]) -> Relation:
-    """Returns the relation of a tensor with the same tensor under another name."""
-    strides = row_major_strides(shape)
-    return Relation(tuple(shape), GridPlace(old, 0, strides), GridPlace(new, 0, strides))
-
-
 def assemble(
     fqn: str,
     shape: tuple[int, ...],
@@ -95,11 +89,10 @@ def assemble(
     """
     sources = [entries[name] for name in dict.fromkeys(r.left.name for r in relations)]
     first = sources[0]
-    if any(entry.dtype != first.dtype for entry in sources):
-        raise PlanError(
-            "tensors of different types cannot become one:"
-            f" {', '.join(f'{printable(e.fqn)} ({e.dtype.name})' for e in sources[:4])}"
-        )
+    of_each = {entry.dtype.name: entry.fqn for entry in reversed(sources)}
+    if len(of_each) > 1:
+        some = ", ".join(f"{printable(name)} ({dtype})" for dtype, name in of_each.items())
+        raise PlanError(f"tensors of different types cannot become one: {some}")
     if len(relations) == 1 and is_whole(relations[0], shape, first.shape):
         return first.named(fqn)
     chunks: list[Chunk] = []
@@ -235,20 +228,21 @@ def _aligned(relation: Relation, left: Sequence[int], right: Sequence[int]) -> I
     if not relation.numel:
         return
     found = []
-    for place, shape in ((relation.left, left), (relation.right, right)):
+    # the right first: it needs boxes, and what they take from the left may have steps
+    for place, shape in ((relation.right, right), (relation.left, left)):
         coords = _coordinates(relation.sizes, place, shape)
         if isinstance(coords, tuple):
             for part in _split(relation, *coords):
                 yield from _aligned(part, left, right)
             return
         found.append(coords)
-    steps = [coord for coord in found[1] if coord.axis is not None and coord.step != 1]
+    steps = [coord for coord in found[0] if coord.axis is not None and coord.step != 1]
     if steps:
         assert steps[0].axis is not None
         for part in _split(relation, steps[0].axis, 1):
             yield from _aligned(part, left, right)
         return
-    yield relation.sizes, found[0], found[1]
+    yield relation.sizes, found[1], found[0]
 
 
 def _coordinates(
@@ -359,6 +353,10 @@ def relations_of(
             continue
         for offsets, part in memory.parts:
             pending += _through(relation, memory.shape, Box(offsets, part.sizes), part)
+            if len(pending) > _MAX_PIECES:
+                raise PlanError(
+                    f"{printable(name)!r} would consist of more than {_MAX_PIECES:,} pieces"
+                )
     return found[::-1]
 
 
@@ -424,7 +422,7 @@ def check_used_once(relations: Iterable[Relation], shapes: Mapping[str, Sequence
         error = None if number != numel or not numel else _cover_error(name, shape, found)
         if number != numel or error is not None:
             raise PlanError(
-                f"{number:,} of the {numel:,} elements of {printable(name)!r} would be used"
+                f"{printable(name)!r} has {numel:,} elements, and {number:,} would be used"
                 if number != numel
                 else f"an element of {printable(name)!r} would be used twice"
             )

@@ -76,7 +76,7 @@ def stretch_proofs(
         parts = [s.stored for s in entry.stretches if _is_all(s, nbytes, entry.dtype.itemsize)]
         if is_same and len(parts) == len(entry.stretches):
             joined[tensor.fqn] = parts
-    proved = {fqn for parts in joined.values() for fqn in parts}
+    proved = {fqn for fqn, found in taken.items() if all(name in joined for _, name in found)}
     cut = {
         fqn: [(name, s.number * stored[fqn].dtype.itemsize) for s, name in sorted(found)]
         for fqn, found in taken.items()

@@ -258,6 +258,12 @@ class Transfer:
             )
             apart = self.stretches.apart[self.group.rank :: self.group.size]
             prove_apart(self.source, self.stretches, apart, self.jobs, self.tiles)
+            self.totals.read_nbytes += sum(self.stretches.nbytes[fqn] for fqn in apart)
+            if number := len(self.stretches.apart):
+                self.notes.append(
+                    f"{number:,} tensors were read twice: the result has not all of them unchanged"
+                    " and in order, so it does not prove their fingerprints"
+                )
 
     def _may_assume(self) -> bool:
         is_dear = self.source.store.capabilities.is_remote

@@ -184,7 +184,9 @@ def test_what_cannot_be_named_is_refused(tmp_path: Path, ckpt: Run) -> None:
     lacking = {n: v for n, v in files.items() if n != f"{first}2.up_proj.weight"}
     cases: list[tuple[dict[str, torch.Tensor], str, str]] = [
         (both, "hub", "some tensors have names of transformers in memory"),
-        (wide, "hub", r"has the shape \[4, 16, 9\], expected \[4, 16, 8\]"),
+        (wide, "hub", r"has the shape \[4, 16, 9\], and in the config's model \[4, 16, 8\]"),
+        ({**memory, "head.weight": torch.zeros(2)}, "hub", "config's model has no head.weight"),
+        ({f"net.{n}": v for n, v in memory.items()}, "hub", "config's model has no net.lm_head"),
         (lacking, "transformers", "up_proj.weight' beside 'model.layers.0.mlp.experts.0.gate_proj"),
     ]
     for number, (tensors, names, told) in enumerate(cases):
@@ -244,3 +246,64 @@ def test_a_flipped_bit_in_an_expert_is_found(tmp_path: Path) -> None:
             )
         assert not (tmp_path / "o").exists()
         file.write_bytes(before)
+
+
+@pytest.mark.slow
+def test_a_partial_model_and_one_that_nothing_tells(tmp_path: Path) -> None:
+    """`--partial` keeps names that cannot be converted, and says so."""
+    model = model_of("Qwen3Moe")
+    base = config_of(model, tmp_path / "base")
+    files = oracle(model, tmp_path / "want")
+    memory = {name: value.clone() for name, value in model.state_dict().items()}
+    second = "model.layers.1.mlp.experts."
+    both = {n: v for n, v in memory.items() if not n.startswith(second)}
+    both |= {n: v for n, v in files.items() if n.startswith(second)}
+    save_file(both, tmp_path / "m.safetensors")
+    result = ckpt_tools.convert(
+        tmp_path / "m.safetensors", tmp_path / "hf", to="hf", base=base, partial=True
+    )
+    same(read_all(tmp_path / "hf"), both)
+    assert any("all names are kept: some tensors have names" in note for note in result.notes)
+    # one layer of the model, and what the job has beside it
+    part = {n: v for n, v in memory.items() if "layers.1." in n}
+    torch.save({"model": part | {"probe": torch.ones(2)}, "ema": part}, tmp_path / "p.pt")
+    result = ckpt_tools.convert(
+        tmp_path / "p.pt", tmp_path / "o.pt", to="torch", base=base, names="hub", partial=True
+    )
+    got = torch.load(tmp_path / "o.pt")
+    same(
+        got["model"],
+        {n: v for n, v in files.items() if "layers.1." in n} | {"probe": torch.ones(2)},
+    )
+    same(got["ema"], part)
+    assert any("with the same names as before: ema.model.layers.1" in n for n in result.notes)
+    # the names of memory, from files that have a tied weight once
+    tied = {n: v for n, v in files.items() if n != "lm_head.weight"}
+    save_file(tied, tmp_path / "t.safetensors")
+    result = ckpt_tools.convert(
+        tmp_path / "t.safetensors", tmp_path / "t.pt", to="torch", base=base, names="transformers"
+    )
+    assert any("names that the result lacks: lm_head.weight" in note for note in result.notes)
+
+
+@pytest.mark.slow
+def test_files_that_may_be_transposed_are_refused(tmp_path: Path) -> None:
+    """transformers transposes them by their shapes alone, and these may be those of both."""
+    config = transformers.Qwen3VLMoeConfig()
+    config.text_config.update({**QWEN, "hidden_size": 16, "moe_intermediate_size": 8})
+    config.vision_config.update(
+        {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    )
+    config.architectures = ["Qwen3VLMoeForConditionalGeneration"]
+    config.save_pretrained(tmp_path / "base")
+    with torch.device("meta"):
+        model = transformers.Qwen3VLMoeForConditionalGeneration._from_config(config)
+    memory = {n: torch.zeros(v.shape, dtype=v.dtype) for n, v in model.state_dict().items()}
+    torch.save({"model": memory}, tmp_path / "m.pt")
+    for names in ("hub", "transformers"):
+        with pytest.raises(PlanError, match="may have 'model.language_model.*' transposed"):
+            ckpt_tools.convert(
+                tmp_path / "m.pt", tmp_path / "o", to="dcp", base=tmp_path / "base", names=names
+            )
+    result = ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "o", to="hf", base=tmp_path / "base")
+    assert any("it stays as it is, and so do all names" in note for note in result.notes)

@@ -37,7 +37,12 @@ from ckpt_tools.operations.convert.param_order import ModelOrder, read_order
 from ckpt_tools.operations.convert.take_apart import check_used, take_apart
 from ckpt_tools.operations.convert.targets import TARGETS
 from ckpt_tools.operations.convert.training_state import TrainingState, in_order, refuse_unnamed
-from ckpt_tools.operations.convert.transformers_names import HUB, ask_transformers, rename_as
+from ckpt_tools.operations.convert.transformers_names import (
+    HUB,
+    MEMORY,
+    ask_transformers,
+    rename_as,
+)
 from ckpt_tools.operations.dequantize import dequantize
 from ckpt_tools.operations.folder import note_on_others
 from ckpt_tools.operations.merge_reshard import (
@@ -262,22 +267,26 @@ def _named_by_transformers(
     base, wanted = how.get("base"), how.get("names")
     if base is None or (wanted is None and to != "hf") or not parts.model:
         return parts
-    there = shapes_in(base)
-    if wanted is None and parts.model.keys() <= there.keys():
+    if wanted is None and parts.model.keys() <= shapes_in(base).keys():
         return parts  # the directory has files with these names
-    names, reason = ask_transformers(base, read_config(base))
-    if names is None:
-        if wanted is not None:
+    try:
+        names, reason = ask_transformers(base, read_config(base))
+        if names is None and wanted is not None:
             raise PlanError(
                 f"--names {wanted}: transformers cannot say what the names of the config's model"
                 f" are: {printable(reason)} ({printable(str(base))})"
             )
-        return parts  # a note comes with the comparison of names
-    for optimizer in parts.optimizers:
-        if optimizer.is_unnamed and wanted is not None:
-            refuse_unnamed(parts, "--names changes parameters and their state")
-    parts = rename_as(parts, names, wanted or HUB, source, str(base))
-    parts.saved_by_transformers = names.files
+        if names is None:
+            return parts  # a note comes with the comparison of names
+        is_partial = wanted is None or bool(how.get("partial"))
+        parts = rename_as(parts, names, wanted or HUB, source, str(base), is_partial)
+    except PlanError as error:
+        if wanted is not None or not how.get("partial"):
+            raise
+        parts.notes.append(f"all names are kept: {error}")
+        return parts
+    if wanted != MEMORY:
+        parts.saved_by_transformers = names.files
     return parts
 
 

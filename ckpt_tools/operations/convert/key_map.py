@@ -212,7 +212,6 @@ def apply_map(
             tensor, and not `is_partial`.
     """
     parts = _dropped(parts, keys)
-    _refuse_quantized(parts, keys)
     return _Mapping(parts, keys, source).apply(is_partial)
 
 
@@ -245,6 +244,10 @@ class _Mapping:
         self.raw = located(parts, _cut(parts, keys), source)
         self.known: set[str] = set()
         self.unused: list[str] = []  # patterns of rules that matched nothing
+        self.names: frozenset[str] = frozenset()  # before the rule
+        self.changes: dict[str, Sequence[Relation]] = {}  # of the rule
+        self.left: dict[str, tuple[int, ...]] = {}
+        self.right: dict[str, tuple[int, ...]] = {}
 
     def apply(self, is_partial: bool) -> TrainingState:
         whole = self.parts
@@ -257,14 +260,7 @@ class _Mapping:
             ("stack", self.keys.stack),
         ):
             for rule in rules:
-                found = self._matched(rule)
-                if not found and not rule.get("optional"):
-                    self.unused.append(rule["match"].pattern)
-                if kind == "stack":
-                    self._stack(found, rule)
-                    continue
-                for name in found:
-                    self._transform(kind, name, rule)
+                self._apply(kind, rule)
         self._rename()
         rest = [
             name
@@ -280,10 +276,48 @@ class _Mapping:
         self._report(rest, is_partial)
         return self.parts
 
-    def _matched(self, rule: Mapping[str, Any]) -> list[str]:
-        """Returns the names that a rule matches: for one that joins, the first of each set."""
-        names = names_of(replace(self.parts, model={}) if rule.get("of") else self.parts)
-        return [name for name in names if rule["match"].fullmatch(name)]
+    def _apply(self, kind: str, rule: Mapping[str, Any]) -> None:
+        """Applies a rule to all that it matches: for one that joins, to the first of each set."""
+        with_model = not rule.get("of")
+        names = names_of(self.parts if with_model else replace(self.parts, model={}))
+        self.names = frozenset(names)
+        found = [name for name in names if rule["match"].fullmatch(name)]
+        if not found and not rule.get("optional"):
+            self.unused.append(rule["match"].pattern)
+        self.changes, self.left, self.right = {}, {}, {}
+        if kind == "stack":
+            self._stack(found, rule)
+        else:
+            for name in found:
+                self._transform(kind, name, rule)
+        if self.changes:
+            self.parts = relate(
+                self.parts,
+                self.changes,
+                self.left,
+                self.right,
+                self.source,
+                self.raw,
+                with_model,
+            )
+            self.known |= self.changes.keys()
+
+    def _relate(
+        self,
+        relations: Mapping[str, Sequence[Relation]],
+        left: Mapping[str, tuple[int, ...]],
+        right: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        """Adds the results of some tensors to those of the rule."""
+        taken = next((name for name in relations if name in self.changes), None)
+        if taken is not None:
+            raise PlanError(
+                f"two tensors would get one name: the key map makes {printable(taken)!r} of"
+                f" {printable(next(iter(left)))!r}, and of another"
+            )
+        self.changes |= relations
+        self.left |= left
+        self.right |= right
 
     def _rename(self) -> None:
         for pattern, new, is_optional in self.keys.rename:
@@ -315,7 +349,7 @@ class _Mapping:
     def _transform(self, kind: str, name: str, rule: Mapping[str, Any]) -> None:
         """Applies a rule to a tensor, in the model and in optimizers."""
         if kind == "fuse":
-            if name in names_of(self.parts):  # else it has been joined as the second of another set
+            if name not in self.left:  # else it has been joined as the second of another set
                 self._fuse(name, rule)
             return
         shape = shape_of(self.parts, name)
@@ -339,21 +373,11 @@ class _Mapping:
             found = {name: [_rope(name, shape, heads, rule["to"])]}
             self._relate(found, {name: shape}, {name: shape})
 
-    def _relate(
-        self,
-        relations: Mapping[str, Sequence[Relation]],
-        left: Mapping[str, tuple[int, ...]],
-        right: Mapping[str, tuple[int, ...]],
-        with_model: bool = True,
-    ) -> None:
-        self.parts = relate(self.parts, relations, left, right, self.source, self.raw, with_model)
-        self.known |= relations.keys()
-
     def _unstack(self, name: str, shape: tuple[int, ...], rule: Mapping[str, Any]) -> None:
         """Cuts a tensor of all layers."""
         strides, relations = row_major_strides(shape), dict[str, list[Relation]]()
         for layer in range(shape[0]):
-            new = rule["match"].sub(rule["into"].replace("{layer}", str(layer)), name)
+            new = rule["match"].sub(rule["into"], name).replace("{layer}", str(layer))
             if new in relations:
                 raise PlanError(f"two layers would get one name: {printable(new)!r}")
             place = GridPlace(name, layer * strides[0], strides[1:])
@@ -454,39 +478,37 @@ class _Mapping:
         return dim
 
     def _fuse(self, first: str, rule: Mapping[str, Any]) -> None:
-        """Joins tensors by rows.
+        """Joins tensors along a dim.
 
         `first` is the first tensor. The rule derives the names of the others from it. With
-        `groups`, the rows of each tensor are so many groups, and the groups alternate.
+        `groups`, the indices of each are so many groups, and the groups alternate.
         """
         names = [rule["match"].sub(name, first) for name in rule["from"]]
         if len(set(names)) != len(names):
             raise PlanError(f"the key map joins a tensor with itself: {printable(names[0])!r}")
-        new, groups = (
-            rule["match"].sub(rule["into"], first),
-            self.keys.number(rule.get("groups", 1)),
-        )
+        new = rule["match"].sub(rule["into"], first)
         shapes = {name: shape_of(self.parts, name) for name in names}
-        if not any(shapes.values()):  # an optimizer lists them, and has no moments of them
+        if not any(shapes.values()) and not any(name in self.parts.model for name in names):
+            # an optimizer lists them, and has no moments of them
             found = [Relation((0,), GridPlace(n, 0, (1,)), GridPlace(new, 0, (1,))) for n in names]
-            self._relate({new: found}, shapes, {new: ()}, not rule.get("of"))
+            self._relate({new: found}, shapes, {new: ()})
             return
+        for name, shape in shapes.items():
+            if name not in self.names or not shape:
+                what = "one is missing" if name not in self.names else "one has no dims"
+                raise PlanError(
+                    f"the key map joins tensors, but {what}: {printable(name)!r} beside"
+                    f" {printable(next(n for n in names if n != name))!r}"
+                )
         dim = self._dim(first, shapes[first], rule)
-        others = [shape[:dim] + shape[dim + 1 :] for shape in shapes.values() if shape]
-        if any(other != others[0] for other in others):
+        if len({shape[:dim] + shape[dim + 1 :] for shape in shapes.values()}) > 1:
             raise PlanError(
                 "tensors of different widths cannot become one:"
                 f" {', '.join(f'{printable(n)} {list(s)}' for n, s in shapes.items())}"
             )
-        missing = next((name for name in names if name not in names_of(self.parts)), None)
-        if missing is not None or not all(shapes.values()):
-            lacking = missing or next(name for name, shape in shapes.items() if not shape)
-            raise PlanError(
-                f"the key map joins tensors, but one is missing: {printable(lacking)!r} beside"
-                f" {printable(first)!r}"
-            )
         sizes = [shape[dim] for shape in shapes.values()]
-        groups = sizes[0] if rule.get("interleaved") else groups
+        is_interleaved = rule.get("interleaved", False)
+        groups = sizes[0] if is_interleaved else self.keys.number(rule.get("groups", 1))
         wrong = next((n for n, s in shapes.items() if s[dim] % max(groups, 1)), None)
         if wrong is not None:
             raise PlanError(
@@ -495,7 +517,7 @@ class _Mapping:
             )
         joined = (*shapes[first][:dim], sum(sizes), *shapes[first][dim + 1 :])
         found = [r.inverse() for r in _side_by_side(new, shapes, dim, groups).values()]
-        self._relate({new: found}, shapes, {new: joined}, not rule.get("of"))
+        self._relate({new: found}, shapes, {new: joined})
 
 
 def _index(match: re.Pattern[str], by: int, name: str) -> int:
@@ -539,24 +561,6 @@ def _side_by_side(
         )
         start += size
     return found
-
-
-def _refuse_quantized(parts: TrainingState, keys: KeyMap) -> None:
-    """Refuses a map that cuts, joins or reorders a part of a quantized weight.
-
-    Scales are of blocks of rows and columns, so they would belong to other codes.
-
-    Raises:
-        PlanError: a rule does.
-    """
-    for rule in _transforms(keys):
-        for fqn, entry in parts.model.items() if not rule.get("of") else ():
-            if entry.quantized is not None and rule["match"].fullmatch(fqn):
-                raise PlanError(
-                    f"a part of a quantized weight ({entry.quantized.scheme}) cannot be cut, joined"
-                    f" or reordered: {printable(fqn)!r} ({printable(keys.path)})",
-                    hint="convert the model before you quantize it",
-                )
 
 
 def _cut(parts: TrainingState, keys: KeyMap) -> list[str]:

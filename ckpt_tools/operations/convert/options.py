@@ -71,8 +71,11 @@ def check_request(to: str, dst: str, how: Mapping[str, Any]) -> None:
     _check_names(how.get("names"), how)
     if how.get("ranks") is not None and how["ranks"] < 1:
         raise PlanError(f"--ranks: expected at least 1, got {how['ranks']}")
-    if how.get("partial") and not how.get("key_map") and (to != "hf" or how.get("base") is None):
-        raise PlanError("--partial is for a key map, and for --to hf with a config: there is none")
+    has_model = how.get("base") is not None and (to == "hf" or how.get("names") is not None)
+    if how.get("partial") and not how.get("key_map") and not has_model:
+        raise PlanError(
+            "--partial is for a key map, and for --to hf or --names with a config: there is none"
+        )
     if how.get("settings") and not how.get("key_map"):
         raise PlanError("--set is for a key map: there is no --map")
     if how.get("check") and how.get("base") is None:

@@ -184,7 +184,8 @@ class _Change:
                 raise PlanError(
                     f"a part of a quantized weight ({entry.quantized.scheme}) cannot be cut, joined"
                     f" or reordered: {printable(part)!r}",
-                    hint="convert the model before you quantize it",
+                    hint="write numbers first (--to hf --dtype bf16), and convert these; or convert"
+                    " the model before you quantize it",
                 )
 
     def _is_renaming(self, made: str) -> bool:
@@ -200,27 +201,33 @@ class _Change:
             PlanError: a value that is no moment, such as the step, differs between the parts.
         """
         names, result = self.names[made], dict[str, Any]()
+        is_renaming = self._is_renaming(made)
+        # else only the names of the parameters are known, and no shape
+        has_elements = sum(r.numel for r in self.relations[made]) == math.prod(self.right[made])
         for key in dict.fromkeys(key for state in states for key in state):
             values = [state.get(key) for state in states]
             moments = {
-                part: self.raw(value)
+                part: value if is_renaming else self.raw(value)
                 for part, value in zip(names, values, strict=True)
                 if isinstance(value, TensorEntry) and value.shape == self.left[part]
             }
-            if len(moments) == len(names):
+            if has_elements and len(moments) == len(names):
                 result[key] = assemble(
                     f"{made}.{key}", self.right[made], self.relations[made], moments
                 )
                 continue
             first = values[0]
             is_missing = any(key not in state for state in states)
-            if isinstance(first, TensorEntry) and math.prod(first.shape) != 1 and not is_missing:
-                raise PlanError(
-                    f"{printable(names[0])!r} becomes {printable(made)!r}, and its state"
-                    f" {printable(key)!r} has the shape {list(first.shape)}, not"
-                    f" {list(self.left[names[0]])}",
-                    hint="--model-only leaves the optimizer out",
-                )
+            for part, value in zip(names, values, strict=True):
+                if part in moments or not isinstance(value, TensorEntry):
+                    continue
+                if math.prod(value.shape) != 1:
+                    raise PlanError(
+                        f"{printable(part)!r} becomes {printable(made)!r}, and its state"
+                        f" {printable(key)!r} has the shape {list(value.shape)}, not"
+                        f" {list(self.left[part])}",
+                        hint="--model-only leaves the optimizer out",
+                    )
             if is_missing or any(self._value(v) != self._value(first) for v in values[1:]):
                 raise PlanError(
                     f"parameters whose {printable(key)!r} differs cannot become one:"

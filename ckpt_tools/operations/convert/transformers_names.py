@@ -31,7 +31,7 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.operations.convert.child_process import TIMED_OUT, last_line, run_python
 from ckpt_tools.operations.convert.relate import relate
-from ckpt_tools.operations.convert.training_state import TrainingState
+from ckpt_tools.operations.convert.training_state import TrainingState, refuse_unnamed
 
 HUB, MEMORY = "hub", "transformers"
 NAMES = (HUB, MEMORY)
@@ -53,6 +53,12 @@ tensors = {n: torch.empty_like(t, device="meta") for n, t in model.state_dict().
 memory = {t.untyped_storage()._cdata: n for n, t in tensors.items()}
 joined, kept, aten = {}, [], torch.ops.aten
 
+dtypes = {t.untyped_storage()._cdata: t.dtype for t in tensors.values()}
+
+def is_known(t):
+    where = t.untyped_storage()._cdata
+    return where in memory and dtypes[where] == t.dtype
+
 def view(t):
     where = t.untyped_storage()._cdata
     return [memory[where], t.storage_offset(), list(t.shape), list(t.stride())]
@@ -60,6 +66,11 @@ def view(t):
 class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable:  # other values than those of the model
+            for t in torch.utils._pytree.tree_leaves((args, kwargs)):
+                if isinstance(t, torch.Tensor):
+                    memory.pop(t.untyped_storage()._cdata, None)
+            return made
         if func in (aten.cat.default, aten.stack.default):
             dim = args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)
             dim, at, parts = dim % made.dim(), 0, []
@@ -71,14 +82,16 @@ class Trace(TorchDispatchMode):
             parts = [([0] * made.dim(), args[0])]
         else:
             return made
-        if made.is_contiguous() and all(p.untyped_storage()._cdata in memory for _, p in parts):
+        known = all(is_known(p) and p.dtype == made.dtype for _, p in parts)
+        if made.is_contiguous() and known:
             name = f"#{len(joined)}"
             joined[name] = [list(made.shape), [[at, *view(p)] for at, p in parts]]
             memory[made.untyped_storage()._cdata] = name
+            dtypes[made.untyped_storage()._cdata] = made.dtype
         kept.append((made, parts))  # their memory is not given to others
         return made
 
-files, lost = tensors, []
+files, unsure = tensors, []
 try:
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError:  # before release 5, the names are the same
@@ -86,12 +99,17 @@ except ImportError:  # before release 5, the names are the same
 if revert_weight_conversion is not None:
     with Trace():
         files = revert_weight_conversion(model, tensors)
-lost = [n for n, t in files.items() if t.untyped_storage()._cdata not in memory]
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    for rule in get_model_conversion_mapping(model):
+        if any(getattr(step, "check_dims", False) for step in getattr(rule, "operations", [])):
+            unsure += [n for n in tensors if any(p in n for p in rule.target_patterns)]
+lost = [n for n, t in files.items() if not is_known(t)]
 print(json.dumps({
     "release": transformers.__version__,
     "memory": {n: list(t.shape) for n, t in tensors.items()},
     "files": {n: view(t) for n, t in files.items() if n not in lost},
     "lost": lost,
+    "unsure": unsure,
     "joined": joined,
 }))
 """
@@ -106,13 +124,15 @@ class ModelNames:
         memory, files: the shape of each tensor, by name.
         relations: between memory (left) and files (right), by the name in files.
         lost: tensors in files that are not made of elements of tensors in memory.
+        unsure: tensors in memory that some files have transposed, under the same name.
     """
 
     release: str
     memory: Mapping[str, tuple[int, ...]]
     files: Mapping[str, tuple[int, ...]]
     relations: Mapping[str, list[Relation]]
-    lost: tuple[str, ...]
+    lost: tuple[str, ...] = ()
+    unsure: tuple[str, ...] = ()
 
     def from_memory(self) -> dict[str, list[Relation]]:
         """Returns the relations of tensors that files have otherwise, by their names there."""
@@ -170,6 +190,7 @@ def ask_transformers(
         {name: view.sizes for name, view in views.items()},
         {name: relations_of(name, view, joined) for name, view in views.items()},
         tuple(told["lost"]),
+        tuple(told["unsure"]),
     )
     return names, ""
 
@@ -179,7 +200,12 @@ def _strided(memory: str, offset: int, sizes: list[int], strides: list[int]) -> 
 
 
 def rename_as(
-    parts: TrainingState, names: ModelNames, to: str, source: Source, where: str
+    parts: TrainingState,
+    names: ModelNames,
+    to: str,
+    source: Source,
+    where: str,
+    is_partial: bool,
 ) -> TrainingState:
     """Returns a training state under the names of transformers' files, or of its memory.
 
@@ -189,11 +215,14 @@ def rename_as(
         to: one of `NAMES`.
         source: where the tensors lie.
         where: the model's directory, for messages.
+        is_partial: it may have other tensors than the model.
 
     Raises:
-        PlanError: it has names of both kinds, or a tensor that cannot be converted.
+        PlanError: it has names of both kinds, another model, or a tensor that cannot be converted.
     """
     in_memory = names.from_memory()
+    if not is_partial:
+        _check_model(parts, names, where)
     others = {r.left.name for found in in_memory.values() for r in found}
     only = {
         MEMORY: _first(parts.model, others - names.files.keys()),
@@ -203,33 +232,91 @@ def rename_as(
         raise PlanError(
             f"some tensors have names of transformers in memory ({printable(only[MEMORY])!r}), and"
             f" others those of files ({printable(only[HUB])!r})",
-            hint="write one of the two kinds first: --select; or --partial keeps all names",
+            hint="convert them one by one; --to hf --partial keeps all names",
         )
-    if not only[HUB if to == MEMORY else MEMORY]:
+    if unsure := [name for name in names.unsure if name in parts.model]:
+        what = f"files of this model may have {printable(unsure[0])!r} transposed"
+        if not is_partial:
+            raise PlanError(
+                f"{what}, and nothing tells which of the two this one is ({printable(where)})",
+                hint="save_pretrained of transformers converts it; --partial keeps all tensors",
+            )
+        parts.notes.append(f"{what}: it stays as it is, and so do all names")
         return parts
     found, left, right = (
         (in_memory, names.memory, names.files)
         if to == HUB
         else (names.from_files(), names.files, names.memory)
     )
-    if to == HUB and names.lost:
+    before = parts.model
+    if only[HUB if to == MEMORY else MEMORY]:
+        parts = _related(parts, names, found, left, right, source, where)
+        what = "the names of files" if to == HUB else "its names in memory"
+        parts.notes.append(
+            f"names of transformers {names.release}: {len(before):,} tensors became"
+            f" {len(parts.model):,} with {what}"
+        )
+        parts.notes += _others(parts, before.keys() - parts.model.keys())
+    if not is_partial and (lacking := right.keys() - parts.model.keys()):
+        parts.notes.append(
+            f"the config's model has names that the result lacks: {_some(sorted(lacking))}"
+        )
+    return parts
+
+
+def _related(
+    parts: TrainingState,
+    names: ModelNames,
+    found: Mapping[str, list[Relation]],
+    left: Mapping[str, tuple[int, ...]],
+    right: Mapping[str, tuple[int, ...]],
+    source: Source,
+    where: str,
+) -> TrainingState:
+    """Returns the training state with other tensors, after the proof that nothing is lost."""
+    if names.lost:
         raise PlanError(
             f"{len(names.lost)} tensors of transformers' files are not made of parts of those in"
             f" memory: {_some(names.lost)} ({printable(where)})",
-            hint=f"--names {MEMORY} keeps the names, and save_pretrained converts them",
+            hint="save_pretrained of transformers converts them; --to hf --partial keeps all names",
         )
+    refuse_unnamed(parts, "other names of parameters change their state, too")
     check_used_once(
         (r for relations in found.values() for r in relations),
         {r.left.name: left[r.left.name] for relations in found.values() for r in relations},
     )
-    before = len(parts.model)
-    parts = relate(parts, found, left, right, source)
-    what = "the names of files" if to == HUB else "its names in memory"
-    parts.notes.append(
-        f"names of transformers {names.release}: {before:,} tensors became"
-        f" {len(parts.model):,} with {what}"
-    )
-    return parts
+    return relate(parts, found, left, right, source)
+
+
+def _check_model(parts: TrainingState, names: ModelNames, where: str) -> None:
+    """Refuses a model with names or shapes that the config's model has nowhere."""
+    unknown = [n for n in parts.model if n not in names.memory and n not in names.files]
+    if unknown:
+        raise PlanError(
+            f"the config's model has no {_some(unknown)} ({printable(where)})",
+            hint="is it the config of these weights? --rename changes names, --partial keeps these",
+        )
+    for name, entry in parts.model.items():
+        shapes = {kind[name] for kind in (names.memory, names.files) if name in kind}
+        if entry.shape not in shapes:
+            raise PlanError(
+                f"{printable(name)!r} has the shape {list(entry.shape)}, and in the config's model"
+                f" {' or '.join(str(list(shape)) for shape in shapes)} ({printable(where)})",
+                hint="give the directory of the model with these weights",
+            )
+
+
+def _others(parts: TrainingState, gone: Iterable[str]) -> list[str]:
+    """Returns a note on tensors beside the model that have names which the model has no more."""
+    endings = set(gone)
+    found = [
+        name
+        for name in parts.tensors
+        if any(name[at + 1 :] in endings for at, sign in enumerate(name) if sign == ".")
+    ]
+    if not found:
+        return []
+    return [f"not of the model, so with the same names as before: {_some(found)}"]
 
 
 def _first(names: Iterable[str], among: Iterable[str]) -> str:
