@@ -49,10 +49,11 @@ with torch.device("meta"):
     make = kind.from_config if kind.__name__.startswith("Auto") else kind._from_config
     options = {"trust_remote_code": False} if kind.__name__.startswith("Auto") else {}
     model = make(config, **options)
-tensors = {n: torch.empty_like(t, device="meta") for n, t in model.state_dict().items()}
+tensors = {
+    n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in model.state_dict().items()
+}
 memory = {t.untyped_storage()._cdata: n for n, t in tensors.items()}
 joined, kept, aten = {}, [], torch.ops.aten
-
 dtypes = {t.untyped_storage()._cdata: t.dtype for t in tensors.values()}
 
 def is_known(t):
