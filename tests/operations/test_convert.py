@@ -289,7 +289,11 @@ def test_select_rename_dtype_and_model_only(
         (["x", "--to", "dcp", "--rename", "weight|bias=one"], 13, "two tensors would get one name"),
         (["x", "--to", "dcp", "--select", "nothing*"], 13, "--select matches none of"),
         (["x", "--to", "hf", "--base", "/nowhere"], 13, "no readable config.json in /nowhere"),
-        (["x", "--to", "dcp", "--map", "llama"], 13, "maps that come along: llama_hf_to_titan"),
+        (
+            ["x", "--to", "dcp", "--map", "llama"],
+            13,
+            "maps that come along: deepseek_v3_hf_to_titan",
+        ),
         (["x", "--to", "dcp", "--optimizer", "names"], 13, "one of groups, flat, ids"),
         (
             ["x.pt", "--to", "torch", "--ranks", "2"],
