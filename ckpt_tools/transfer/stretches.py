@@ -57,17 +57,17 @@ def stretch_proofs(
     """
     taken: dict[str, list[tuple[Stretch, str]]] = {}  # by stored tensor: of which results
     joined: dict[str, Sequence[str]] = {}
-    stored = source.catalog.tensors
-    sealed = {
-        fqn: SealedFingerprint(fqn, int(tensor.fingerprint, 16))
-        for fqn, tensor in (manifest.tensors if manifest is not None else {}).items()
-        if fqn in stored
-    }
+    stored, sealed = source.catalog.tensors, dict[str, SealedFingerprint]()
+    results = [t for t in plan.tensors if not t.is_object and catalog.tensors[t.fqn].stretches]
+    if results and manifest is not None:
+        sealed = {
+            fqn: SealedFingerprint(fqn, int(tensor.fingerprint, 16))
+            for fqn, tensor in manifest.tensors.items()
+            if fqn in stored
+        }
     nbytes = {fqn: stored[fqn].nbytes for fqn in sealed}
-    for tensor in plan.tensors:
-        entry = None if tensor.is_object else catalog.tensors[tensor.fqn]
-        if entry is None or not entry.stretches:
-            continue
+    for tensor in results:
+        entry = catalog.tensors[tensor.fqn]
         is_same = tensor.src_dtype is tensor.dst_dtype and tensor.fqn not in altered
         for stretch in entry.stretches:
             if stretch.stored in sealed:
