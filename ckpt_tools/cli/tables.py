@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from typing import TextIO
 
@@ -97,6 +96,8 @@ def _cells(text: str) -> int:
     """Returns the width of a string on a terminal, in columns."""
     if text.isascii():
         return len(text)
+    import unicodedata  # a megabyte, and most names do not need it
+
     return sum(
         0 if unicodedata.combining(sign) else 1 + (unicodedata.east_asian_width(sign) in "WF")
         for sign in text

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckpt_tools.storage.base import Data
 from ckpt_tools.storage.ranges import Range, Window
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future  # `ckpt inspect` starts no threads
 
 MARGIN_BYTES, _MARGINS_BYTES = 4 << 10, 64 << 20
 
