@@ -16,6 +16,11 @@ from safetensors.torch import load_file, save_file
 
 import ckpt_tools
 from ckpt_tools import IntegrityError, PlanError
+from ckpt_tools.core.box import Box
+from ckpt_tools.core.catalog import Chunk, ChunkList, Extent, TensorEntry
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.relations import assemble
+from ckpt_tools.operations.convert.key_map import _rope
 from tests.operations.llamas import base, llama
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -432,3 +437,40 @@ def test_rules_that_do_not_fit_are_refused(rules: Any, told: str, tmp_path: Path
             to="torch",
             key_map=write_map(tmp_path, **rules, keep=[".*"]),
         )
+
+
+def test_a_number_may_follow_a_group_and_state_may_have_no_moments(tmp_path: Path) -> None:
+    """A step of a parameter that only the optimizer has is no moment of it."""
+    tensors = {"layers.a": torch.randn(3, 2), "l.q": torch.randn(4, 2), "l.k": torch.randn(4, 2)}
+    states = {name: {"step": torch.tensor(3.0)} for name in ("l.q", "l.k", "l.lone.qkv")}
+    source = job(tmp_path / "j.pt", tensors, states, [{"lr": 0.1, "params": list(states)}])
+    rules = write_map(
+        tmp_path,
+        unstack=[{"match": "(layers\\.)(a)", "into": "\\1{layer}.\\2"}],
+        split=[
+            {
+                "match": "(.*)\\.lone\\.qkv",
+                "into": ["\\1.lone.q", "\\1.lone.v"],
+                "parts": [1, 1],
+            }
+        ],
+        fuse=[{"match": "l\\.q", "from": ["l.q", "l.k"], "into": "l.qk"}],
+    )
+    got = convert(source, tmp_path / "o.pt", rules)
+    assert sorted(got["model"]) == ["l.qk", *(f"layers.{n}.a" for n in range(3))]
+    assert torch.equal(got["model"]["layers.1.a"], tensors["layers.a"][1])
+    assert torch.equal(got["model"]["l.qk"], torch.cat([tensors["l.q"], tensors["l.k"]]))
+    state = got["optimizer"]["state"]
+    assert sorted(state) == ["l.lone.q", "l.lone.v", "l.qk"]
+    assert all(s["step"] == 3 for s in state.values())
+
+
+def test_rotary_heads_are_few_pieces() -> None:
+    """Of pairs to halves, two per head; back, one per pair of rows."""
+    heads, size, width = 8, 16, 4
+    shape = (heads * size, width)
+    chunk = Chunk(Box((0, 0), shape), Extent("f", 0, heads * size * width * 4))
+    entry = TensorEntry("q", BY_NAME["float32"], shape, ChunkList([chunk]))
+    for to, number in (("halves", 2 * heads), ("pairs", heads * size // 2)):
+        made = assemble("q", shape, [_rope("q", shape, heads, to)], {"q": entry})
+        assert len(made.chunks) == number

@@ -14,6 +14,10 @@ from safetensors.torch import load_file, save_file
 
 import ckpt_tools
 from ckpt_tools import IntegrityError, PlanError
+from ckpt_tools.core.relations import GridPlace, Relation
+from ckpt_tools.formats.registry import open_source
+from ckpt_tools.operations.convert.take_apart import take_apart
+from ckpt_tools.operations.convert.transformers_names import HUB, MEMORY, ModelNames, rename_as
 
 Run = Callable[..., Any]
 transformers = pytest.importorskip("transformers")
@@ -307,3 +311,44 @@ def test_files_that_may_be_transposed_are_refused(tmp_path: Path) -> None:
             )
     result = ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "o", to="hf", base=tmp_path / "base")
     assert any("it stays as it is, and so do all names" in note for note in result.notes)
+
+
+@pytest.mark.slow
+def test_a_moment_that_only_gets_another_name_keeps_its_fingerprint(tmp_path: Path) -> None:
+    """Even if the archives of its chunks have no CRC-32."""
+    model = model_of("Mixtral")
+    base = config_of(model, tmp_path / "base")
+    job = job_of(model)
+    torch.serialization.set_crc32_options(False)
+    try:
+        dcp.save(job, checkpoint_id=tmp_path / "step", no_dist=True)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    ckpt_tools.seal(tmp_path / "step")
+    moment = job["optimizer"]["state"]["model.layers.0.mlp.gate.weight"]["exp_avg"]
+    (file,) = (tmp_path / "step").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[data.index(moment.numpy().tobytes()) + 5] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(IntegrityError, match="gate.weight"):
+        ckpt_tools.convert(tmp_path / "step", tmp_path / "o", to="dcp", base=base, names="hub")
+
+
+def test_lost_files_are_refused_in_both_directions(tmp_path: Path) -> None:
+    """Files with other values than those of memory, as of Inkling 2, which pads."""
+    names = ModelNames(
+        "5",
+        {"whole": (4, 2), "head": (5, 2)},
+        {"a": (2, 2), "b": (2, 2)},
+        {
+            name: [Relation((2, 2), GridPlace("whole", at, (2, 1)), GridPlace(name, 0, (2, 1)))]
+            for name, at in (("a", 0), ("b", 4))
+        },
+        lost=("head.padded",),
+    )
+    for to, tensors in ((HUB, {"whole": (4, 2)}), (MEMORY, {"a": (2, 2), "b": (2, 2)})):
+        save_file({n: torch.ones(s) for n, s in tensors.items()}, tmp_path / f"{to}.safetensors")
+        source = open_source(tmp_path / f"{to}.safetensors")
+        parts = take_apart(source.catalog, source.store, None, False, True)
+        with pytest.raises(PlanError, match="are not made of parts of those in memory: head"):
+            rename_as(parts, names, to, source, "base", True)
