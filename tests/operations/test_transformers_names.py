@@ -147,6 +147,7 @@ def test_a_job_becomes_the_files_that_transformers_saves(name: str, tmp_path: Pa
         same(back["optimizer"]["state"][parameter], state)
 
 
+@pytest.mark.slow
 def test_names_by_themselves_and_on_request(tmp_path: Path) -> None:
     """A directory for transformers has the names of files, whatever lies beside the config."""
     model = model_of("Qwen3Moe")
