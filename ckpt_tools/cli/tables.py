@@ -96,7 +96,7 @@ def _cells(text: str) -> int:
     """Returns the width of a string on a terminal, in columns."""
     if text.isascii():
         return len(text)
-    import unicodedata  # a megabyte, and most names do not need it
+    import unicodedata  # only for signs beyond ASCII
 
     return sum(
         0 if unicodedata.combining(sign) else 1 + (unicodedata.east_asian_width(sign) in "WF")

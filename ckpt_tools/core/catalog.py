@@ -157,8 +157,8 @@ class TensorEntry:
         stored: its name in the checkpoint, if that differs from `fqn`.
         quantized: the quantized weight that it is a part of.
         is_scaled: its codes become numbers on the way, so they can be cast.
-        stretches: what it consists of, in order, if it was made of parts of stored tensors; empty
-            for a stored tensor.
+        stretches: the parts of stored tensors that it was made of, in order; empty for a stored
+            tensor.
     """
 
     fqn: str

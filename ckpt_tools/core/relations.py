@@ -152,27 +152,39 @@ def _pieces(
 ) -> Iterator[Chunk]:
     """Returns the chunks of the result that take a grid of a source, one per chunk of it."""
     for chunk in entry.chunks:
-        box = chunk.box
-        if not box.numel:
+        found = _within(chunk.box, sizes, source)
+        if found is None:
             continue
-        lows, highs = [0] * len(sizes), list(sizes)
-        for coord, low, size in zip(source, box.offsets, box.sizes, strict=True):
-            if coord.axis is None:
-                if not low <= coord.start < low + size:
-                    break
-                continue
-            lows[coord.axis] = max(0, -(-(low - coord.start) // coord.step))
-            highs[coord.axis] = min(highs[coord.axis], -(-(low + size - coord.start) // coord.step))
-            if lows[coord.axis] >= highs[coord.axis]:
-                break
-        else:
-            yield Chunk(
-                Box(
-                    tuple(r.start + (0 if r.axis is None else lows[r.axis]) for r in target),
-                    tuple(1 if r.axis is None else highs[r.axis] - lows[r.axis] for r in target),
-                ),
-                _extent(chunk, entry.dtype.itemsize, source, target, lows, highs),
-            )
+        lows, highs = found
+        yield Chunk(
+            Box(
+                tuple(r.start + (0 if r.axis is None else lows[r.axis]) for r in target),
+                tuple(1 if r.axis is None else highs[r.axis] - lows[r.axis] for r in target),
+            ),
+            _extent(chunk, entry.dtype.itemsize, source, target, lows, highs),
+        )
+
+
+def _within(
+    box: Box, sizes: Sequence[int], coords: Sequence[Coordinates]
+) -> tuple[list[int], list[int]] | None:
+    """Returns which indices of each axis of a grid lie in a box, as `low <= index < high`.
+
+    Returns None if the box has nothing of the grid.
+    """
+    if not box.numel:
+        return None
+    lows, highs = [0] * len(sizes), list(sizes)
+    for coord, low, size in zip(coords, box.offsets, box.sizes, strict=True):
+        if coord.axis is None:
+            if not low <= coord.start < low + size:
+                return None
+            continue
+        lows[coord.axis] = max(0, -(-(low - coord.start) // coord.step))
+        highs[coord.axis] = min(highs[coord.axis], -(-(low + size - coord.start) // coord.step))
+        if lows[coord.axis] >= highs[coord.axis]:
+            return None
+    return lows, highs
 
 
 def _extent(
@@ -185,13 +197,7 @@ def _extent(
 ) -> Extent:
     """Returns where the part of a grid between `lows` and `highs` lies in a chunk."""
     own = chunk.extent.strides or row_major_strides(chunk.box.sizes)
-    moved = [0] * len(lows)  # elements of the file, per step along an axis
-    skip = 0
-    for coord, low, stride in zip(source, chunk.box.offsets, own, strict=True):
-        at = coord.start if coord.axis is None else coord.start + lows[coord.axis] * coord.step
-        skip += (at - low) * stride
-        if coord.axis is not None:
-            moved[coord.axis] = coord.step * stride
+    skip, moved = _moved(source, lows, chunk.box.offsets, own)
     strides = [0 if coord.axis is None else moved[coord.axis] for coord in target]
     sizes = [1 if coord.axis is None else highs[coord.axis] - lows[coord.axis] for coord in target]
     span = 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
@@ -209,6 +215,29 @@ def _extent(
         None if is_flat else given,
         extent.crc32 if is_all else None,
     )
+
+
+def _moved(
+    coords: Sequence[Coordinates],
+    lows: Sequence[int],
+    offsets: Sequence[int],
+    strides: Sequence[int],
+) -> tuple[int, list[int]]:
+    """Returns where a grid begins in memory that has other strides, and its strides there.
+
+    Args:
+        coords: of the grid, in the tensor that lies in the memory.
+        lows: the first index of each axis.
+        offsets: the coordinates of the memory's first element.
+        strides: of the memory, per dim of the tensor.
+    """
+    skip, moved = 0, [0] * len(lows)
+    for coord, low, stride in zip(coords, offsets, strides, strict=True):
+        at = coord.start if coord.axis is None else coord.start + lows[coord.axis] * coord.step
+        skip += (at - low) * stride
+        if coord.axis is not None:
+            moved[coord.axis] = coord.step * stride
+    return skip, moved
 
 
 # ---- from strides to dims ------------------------------------------------------------------------
@@ -378,26 +407,18 @@ def _through(
         for one in _split(relation, *coords):
             yield from _through(one, shape, box, part)
         return
-    lows, highs = [0] * len(relation.sizes), list(relation.sizes)
-    offset, strides = part.offset, [0] * len(relation.sizes)
-    for coord, low, size, stride in zip(coords, box.offsets, box.sizes, part.strides, strict=True):
-        if coord.axis is None:
-            if not low <= coord.start < low + size:
-                return
-            offset += (coord.start - low) * stride
-            continue
-        lows[coord.axis] = max(0, -(-(low - coord.start) // coord.step))
-        highs[coord.axis] = min(highs[coord.axis], -(-(low + size - coord.start) // coord.step))
-        if lows[coord.axis] >= highs[coord.axis]:
-            return
-        offset += (coord.start + lows[coord.axis] * coord.step - low) * stride
-        strides[coord.axis] = coord.step * stride
+    found = _within(box, relation.sizes, coords)
+    if found is None:
+        return
+    lows, highs = found
+    skip, strides = _moved(coords, lows, box.offsets, part.strides)
+    offset = part.offset + skip
     right = relation.right
-    skip = sum(low * s for low, s in zip(lows, right.strides, strict=True))
+    above = sum(low * s for low, s in zip(lows, right.strides, strict=True))
     yield Relation(
         tuple(h - low for low, h in zip(lows, highs, strict=True)),
         GridPlace(part.memory, offset, tuple(strides)),
-        GridPlace(right.name, right.offset + skip, right.strides),
+        GridPlace(right.name, right.offset + above, right.strides),
     )
 
 

@@ -7,10 +7,11 @@ A tensor that the results cannot prove is read once more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
-from ckpt_tools.core.catalog import Catalog, Stretch
+from ckpt_tools.core.catalog import Catalog, Stretch, TensorEntry
 from ckpt_tools.core.checksum import join_crc64
 from ckpt_tools.core.plan import Plan, plan_values
 from ckpt_tools.engine.execute import execute_batches
@@ -73,34 +74,33 @@ def stretch_proofs(
             if stretch.stored in sealed:
                 found = stretch if is_same else Stretch(stretch.stored, 0, 0, 0)
                 taken.setdefault(stretch.stored, []).append((found, tensor.fqn))
-        parts = [s.stored for s in entry.stretches if _is_all(s, nbytes, entry.dtype.itemsize)]
-        if is_same and len(parts) == len(entry.stretches):
+        parts = [s.stored for s in entry.stretches if _is_all(s, stored)]
+        if is_same and len(parts) == len(entry.stretches) and sealed.keys() >= set(parts):
             joined[tensor.fqn] = parts
     proved = {fqn for fqn, found in taken.items() if all(name in joined for _, name in found)}
     cut = {
         fqn: [(name, s.number * stored[fqn].dtype.itemsize) for s, name in sorted(found)]
         for fqn, found in taken.items()
-        if fqn not in proved and _tile(found, catalog, nbytes[fqn])
+        if fqn not in proved and _tile(found, catalog, math.prod(stored[fqn].shape))
     }
     apart = [fqn for fqn in taken if fqn not in proved and fqn not in cut]
     return StretchProofs(sealed, nbytes, cut, joined, apart)
 
 
-def _is_all(stretch: Stretch, nbytes: Mapping[str, int], itemsize: int) -> bool:
-    """Tells whether a stretch is all of a sealed tensor."""
-    return not stretch.start and stretch.number * itemsize == nbytes.get(stretch.stored)
+def _is_all(stretch: Stretch, stored: Mapping[str, TensorEntry]) -> bool:
+    """Tells whether a stretch is all of a stored tensor."""
+    held = stored.get(stretch.stored)
+    return held is not None and not stretch.start and stretch.number == math.prod(held.shape)
 
 
-def _tile(found: Sequence[tuple[Stretch, str]], catalog: Catalog, nbytes: int) -> bool:
-    """Tells whether results are each one stretch of a tensor, and together all of it."""
+def _tile(found: Sequence[tuple[Stretch, str]], catalog: Catalog, numel: int) -> bool:
+    """Tells whether results are one stretch of a tensor each, and together all of it."""
     end = 0
     for stretch, name in sorted(found):
-        entry = catalog.tensors[name]
-        if stretch.start != end or not stretch.number or len(entry.stretches) != 1:
+        if stretch.start != end or not stretch.number or len(catalog.tensors[name].stretches) != 1:
             return False
         end += stretch.number
-        itemsize = entry.dtype.itemsize
-    return end * itemsize == nbytes
+    return end == numel
 
 
 def prove_apart(

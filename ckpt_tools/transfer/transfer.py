@@ -261,8 +261,8 @@ class Transfer:
             self.totals.read_nbytes += sum(self.stretches.nbytes[fqn] for fqn in apart)
             if number := len(self.stretches.apart):
                 self.notes.append(
-                    f"{number:,} tensors were read twice: the result has not all of them unchanged"
-                    " and in order, so it does not prove their fingerprints"
+                    f"{number:,} tensors were read twice to compare their fingerprints: the result"
+                    " does not have all of their elements, unchanged and in order"
                 )
 
     def _may_assume(self) -> bool:

@@ -442,7 +442,8 @@ def test_rules_that_do_not_fit_are_refused(rules: Any, told: str, tmp_path: Path
 def test_a_number_may_follow_a_group_and_state_may_have_no_moments(tmp_path: Path) -> None:
     """A step of a parameter that only the optimizer has is no moment of it."""
     tensors = {"layers.a": torch.randn(3, 2), "l.q": torch.randn(4, 2), "l.k": torch.randn(4, 2)}
-    states = {name: {"step": torch.tensor(3.0)} for name in ("l.q", "l.k", "l.lone.qkv")}
+    lone = ("l.lone.qkv", "e.0.w", "e.1.w")
+    states = {name: {"step": torch.tensor(3.0)} for name in ("l.q", "l.k", *lone)}
     source = job(tmp_path / "j.pt", tensors, states, [{"lr": 0.1, "params": list(states)}])
     rules = write_map(
         tmp_path,
@@ -455,13 +456,14 @@ def test_a_number_may_follow_a_group_and_state_may_have_no_moments(tmp_path: Pat
             }
         ],
         fuse=[{"match": "l\\.q", "from": ["l.q", "l.k"], "into": "l.qk"}],
+        stack=[{"match": "e\\.(.)\\.w", "into": "e.w", "by": 1}],
     )
     got = convert(source, tmp_path / "o.pt", rules)
     assert sorted(got["model"]) == ["l.qk", *(f"layers.{n}.a" for n in range(3))]
     assert torch.equal(got["model"]["layers.1.a"], tensors["layers.a"][1])
     assert torch.equal(got["model"]["l.qk"], torch.cat([tensors["l.q"], tensors["l.k"]]))
     state = got["optimizer"]["state"]
-    assert sorted(state) == ["l.lone.q", "l.lone.v", "l.qk"]
+    assert sorted(state) == ["e.w", "l.lone.q", "l.lone.v", "l.qk"]
     assert all(s["step"] == 3 for s in state.values())
 
 
@@ -474,3 +476,43 @@ def test_rotary_heads_are_few_pieces() -> None:
     for to, number in (("halves", 2 * heads), ("pairs", heads * size // 2)):
         made = assemble("q", shape, [_rope("q", shape, heads, to)], {"q": entry})
         assert len(made.chunks) == number
+
+
+def test_scalars_are_not_stacked_and_one_part_is_no_set(tmp_path: Path) -> None:
+    save_file({"e.0.w": torch.tensor(1.0), "e.1.w": torch.tensor(2.0)}, tmp_path / "m.safetensors")
+    for rules, told in (
+        ({"stack": [{"match": "e.(.).w", "into": "e.w", "by": 1}]}, "a scalar cannot be stacked"),
+        (
+            {"fuse": [{"match": "e.0.w", "from": ["e.0.w"], "into": "e"}]},
+            "one has no dims: 'e.0.w'",
+        ),
+    ):
+        with pytest.raises(PlanError, match=told):
+            ckpt_tools.convert(
+                tmp_path / "m.safetensors",
+                tmp_path / "o.pt",
+                to="torch",
+                key_map=write_map(tmp_path, **rules, keep=[".*"]),
+            )
+
+
+@pytest.mark.parametrize("part", ["wq", "wv"])
+def test_a_flipped_bit_in_reordered_rows_is_found(part: str, tmp_path: Path) -> None:
+    """No result has them in order, so the tensor is read once more; also if one result has them."""
+    torch.manual_seed(0)
+    tensors = {"l.wq": torch.randn(8, 4), "l.wv": torch.randn(8, 4)}
+    ckpt_tools.convert(job(tmp_path / "j.pt", tensors, {}, []), tmp_path / "s", to="dcp")
+    rules = write_map(
+        tmp_path,
+        rope=[{"match": "l\\.wq", "heads": 2, "to": "halves"}],
+        fuse=[{"match": "l\\.wq", "from": ["l.wq", "l.wv"], "into": "l.both"}],
+    )
+    result = ckpt_tools.convert(tmp_path / "s", tmp_path / "good", to="dcp", key_map=rules)
+    assert any("2 tensors were read twice" in note for note in result.notes)
+    (file,) = (tmp_path / "s").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[data.index(tensors[f"l.{part}"].numpy().tobytes()) + 70] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(IntegrityError, match=f"l.{part}"):
+        ckpt_tools.convert(tmp_path / "s", tmp_path / "bad", to="dcp", key_map=rules)
+    assert not (tmp_path / "bad").exists()

@@ -5,9 +5,15 @@ The process imports nothing from the working directory.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tools.errors import PlanError
 
 _LIMITS = """
 import contextlib, ctypes, resource, signal, sys
@@ -59,6 +65,30 @@ def run_python(
         return subprocess.CompletedProcess(
             command, TIMED_OUT, b"", f"it took longer than {seconds} s".encode()
         )
+
+
+def ask(code: str, question: Mapping[str, Any]) -> tuple[Any, str]:
+    """Returns what code prints as JSON; None and the reason if it fails.
+
+    Args:
+        code: may use `find_class`. Its argument is a file with the question, as JSON.
+        question: about a model.
+
+    Raises:
+        PlanError: it did not end.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(question, file)
+        file.flush()
+        done = run_python(code, file.name)
+    if done.returncode == TIMED_OUT:
+        raise PlanError(
+            f"transformers did not end: {last_line(done)}",
+            hint="is it the config of these weights? --partial writes the names as they are",
+        )
+    if done.returncode:
+        return None, last_line(done)
+    return json.loads(done.stdout.strip().splitlines()[-1]), ""
 
 
 def last_line(done: subprocess.CompletedProcess[bytes]) -> str:

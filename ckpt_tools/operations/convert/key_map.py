@@ -302,7 +302,7 @@ class _Mapping:
             )
             self.known |= self.changes.keys()
 
-    def _relate(
+    def _add(
         self,
         relations: Mapping[str, Sequence[Relation]],
         left: Mapping[str, tuple[int, ...]],
@@ -318,6 +318,14 @@ class _Mapping:
         self.changes |= relations
         self.left |= left
         self.right |= right
+
+    def _add_names(self, parts: Sequence[str], new: str) -> None:
+        """Adds a parameter that optimizers list, without weight and moments: its shape is unknown.
+
+        The relations of its parts have no elements.
+        """
+        found = [Relation((0,), GridPlace(p, 0, (1,)), GridPlace(new, 0, (1,))) for p in parts]
+        self._add({new: found}, dict.fromkeys(parts, ()), {new: ()})
 
     def _rename(self) -> None:
         for pattern, new, is_optional in self.keys.rename:
@@ -357,11 +365,8 @@ class _Mapping:
             raise PlanError(f"a scalar has no rows for the key map: {printable(name)!r}")
         if not shape:  # an optimizer lists the parameter, and has no moments of it
             names = [rule["match"].sub(new, name) for new in rule.get("into", ())] or [name]
-            found = {
-                new: [Relation((0,), GridPlace(name, 0, (1,)), GridPlace(new, 0, (1,)))]
-                for new in names
-            }
-            self._relate(found, {name: shape}, dict.fromkeys(names, shape))
+            for new in names:
+                self._add_names([name], new)
         elif kind == "unstack":
             self._unstack(name, shape, rule)
         elif kind == "split":
@@ -371,7 +376,7 @@ class _Mapping:
         else:
             heads = self.keys.number(rule["heads"])
             found = {name: [_rope(name, shape, heads, rule["to"])]}
-            self._relate(found, {name: shape}, {name: shape})
+            self._add(found, {name: shape}, {name: shape})
 
     def _unstack(self, name: str, shape: tuple[int, ...], rule: Mapping[str, Any]) -> None:
         """Cuts a tensor of all layers."""
@@ -382,7 +387,7 @@ class _Mapping:
                 raise PlanError(f"two layers would get one name: {printable(new)!r}")
             place = GridPlace(name, layer * strides[0], strides[1:])
             relations[new] = [Relation(shape[1:], place, GridPlace(new, 0, strides[1:]))]
-        self._relate(relations, {name: shape}, dict.fromkeys(relations, shape[1:]))
+        self._add(relations, {name: shape}, dict.fromkeys(relations, shape[1:]))
 
     def _stack(self, names: Sequence[str], rule: Mapping[str, Any]) -> None:
         """Joins tensors along a new first dim, in the order of a number in their names."""
@@ -408,12 +413,17 @@ class _Mapping:
                         f"tensors of different shapes cannot be stacked: {printable(parts[0])!r}"
                         f" {list(shape)}, {printable(name)!r} {list(other_shape)}"
                     )
+            if not shape:
+                if name := next((n for n in shapes if n in self.parts.model), ""):
+                    raise PlanError(f"a scalar cannot be stacked: {printable(name)!r}")
+                self._add_names(list(shapes), new)
+                continue
             strides, numel = row_major_strides(shape), math.prod(shape)
             found = [
                 Relation(shape, GridPlace(name, 0, strides), GridPlace(new, n * numel, strides))
                 for n, name in enumerate(shapes)
             ]
-            self._relate({new: found}, shapes, {new: (len(parts), *shape)})
+            self._add({new: found}, shapes, {new: (len(parts), *shape)})
 
     def _transpose(self, name: str, shape: tuple[int, ...], dims: Sequence[int]) -> None:
         """Swaps two dims of a tensor."""
@@ -433,7 +443,7 @@ class _Mapping:
         relation = Relation(
             shape, GridPlace(name, 0, row_major_strides(shape)), GridPlace(name, 0, moved)
         )
-        self._relate({name: [relation]}, {name: shape}, {name: after})
+        self._add({name: [relation]}, {name: shape}, {name: after})
 
     def _split(self, name: str, shape: tuple[int, ...], rule: Mapping[str, Any]) -> None:
         """Cuts a tensor along a dim. `parts` in the rule has the relative sizes of the results.
@@ -464,7 +474,7 @@ class _Mapping:
             for new, share in zip(names, shares, strict=True)
         }
         found = _side_by_side(name, right, dim, groups)
-        self._relate({new: [r] for new, r in found.items()}, {name: shape}, right)
+        self._add({new: [r] for new, r in found.items()}, {name: shape}, right)
 
     def _dim(self, name: str, shape: Sequence[int], rule: Mapping[str, Any]) -> int:
         """Returns the dim of a rule that cuts or joins.
@@ -489,16 +499,14 @@ class _Mapping:
         new = rule["match"].sub(rule["into"], first)
         shapes = {name: shape_of(self.parts, name) for name in names}
         if not any(shapes.values()) and not any(name in self.parts.model for name in names):
-            # an optimizer lists them, and has no moments of them
-            found = [Relation((0,), GridPlace(n, 0, (1,)), GridPlace(new, 0, (1,))) for n in names]
-            self._relate({new: found}, shapes, {new: ()})
+            self._add_names(names, new)
             return
         for name, shape in shapes.items():
             if name not in self.names or not shape:
                 what = "one is missing" if name not in self.names else "one has no dims"
                 raise PlanError(
-                    f"the key map joins tensors, but {what}: {printable(name)!r} beside"
-                    f" {printable(next(n for n in names if n != name))!r}"
+                    f"the key map joins tensors, but {what}: {printable(name)!r}, for"
+                    f" {printable(new)!r}"
                 )
         dim = self._dim(first, shapes[first], rule)
         if len({shape[:dim] + shape[dim + 1 :] for shape in shapes.values()}) > 1:
@@ -517,7 +525,7 @@ class _Mapping:
             )
         joined = (*shapes[first][:dim], sum(sizes), *shapes[first][dim + 1 :])
         found = [r.inverse() for r in _side_by_side(new, shapes, dim, groups).values()]
-        self._relate({new: found}, shapes, {new: joined})
+        self._add({new: found}, shapes, {new: joined})
 
 
 def _index(match: re.Pattern[str], by: int, name: str) -> int:

@@ -5,9 +5,7 @@ transformers loads a file with other names without an error, and starts those we
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 from ckpt_tools.core.catalog import Catalog, TensorEntry
 from ckpt_tools.errors import CheckpointError, PlanError, printable
 from ckpt_tools.formats.registry import open_source
-from ckpt_tools.operations.convert.child_process import TIMED_OUT, last_line, run_python
+from ckpt_tools.operations.convert.child_process import ask
 
 _SHOWN = 4
 _COMPARE = """
@@ -90,7 +88,7 @@ def compare_with_model(
         if not names:
             continue
         message = (
-            f"the result {what} names of the config's model: {_some(names)}"
+            f"the result {what} names of the config's model: {some(names)}"
             f" ({printable(os.fspath(base))})"
         )
         if not is_allowed:
@@ -106,7 +104,7 @@ def compare_with_model(
         files = f"the files in {printable(os.fspath(base))}"
     if others:
         told.append(
-            f"names of transformers in memory, which {files} have otherwise: {_some(others)};"
+            f"names of transformers in memory, which {files} have otherwise: {some(others)};"
             " transformers loads both, other programs may not"
         )
     return told
@@ -136,20 +134,9 @@ def _asked(
         "shapes": {fqn: list(entry.shape) for fqn, entry in catalog.tensors.items()},
         "dtypes": {fqn: entry.dtype.name for fqn, entry in catalog.tensors.items()},
     }
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(asked, file)
-        file.flush()
-        done = run_python(_COMPARE, file.name)
-    if done.returncode == TIMED_OUT:
-        raise PlanError(
-            "the names cannot be compared with the config's model: transformers did not end:"
-            f" {last_line(done)} ({printable(os.fspath(base))})",
-            hint="is it the config of these weights? --partial writes the names as they are",
-        )
-    if done.returncode:
-        return None, last_line(done)
-    result: dict[str, list[str]] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result, ""
+    result: dict[str, list[str]] | None
+    result, reason = ask(_COMPARE, asked)
+    return result, reason
 
 
 def _by_base(
@@ -165,23 +152,24 @@ def _by_base(
     shapes = [fqn for fqn in tensors if fqn in there and tensors[fqn].shape != there[fqn]]
     if shapes:
         raise PlanError(
-            f"the weights in {where} have other shapes than the result: {_some(shapes)}",
+            f"the weights in {where} have other shapes than the result: {some(shapes)}",
             hint="give the directory of the model with these weights",
         )
     if others and not is_partial:
         raise PlanError(
-            f"the weights in {where} have other names than the result: {_some(others)}",
+            f"the weights in {where} have other names than the result: {some(others)}",
             hint="--map and --rename change names, --partial writes them as they are;"
             f" transformers did not say whether it loads them: {printable(reason)}",
         )
-    told = [f"names that the weights in {where} lack: {_some(others)}"] if others else []
+    told = [f"names that the weights in {where} lack: {some(others)}"] if others else []
     if missing := sorted(there.keys() - tensors.keys()):
-        told.append(f"the result lacks names of the weights in {where}: {_some(missing)}")
+        told.append(f"the result lacks names of the weights in {where}: {some(missing)}")
     if there:
         return told
     return [f"the names were not compared with the config's model: {printable(reason)}"]
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """Returns the first of some names, for a message."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{printable(', '.join(names[:_SHOWN]))}{more}"

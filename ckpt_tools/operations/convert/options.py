@@ -156,7 +156,7 @@ class Conversion(Options, total=False):
             and in optimizers.
         key_map: a file with renames and transforms, or the name of a built-in one; see `key_map`.
         partial: the key map may have rules that match nothing, and the checkpoint names that no
-            rule matches. For `hf`, also names that differ from those of the config's model.
+            rule matches. For `hf` and `names`, also tensors that the config's model lacks.
         names: one of `transformers_names.NAMES`: the names and tensors that transformers has in
             files (`hub`) or in memory (`transformers`), with the optimizer state. Needs `base`. If
             absent, `hf` has those of files, and other targets those of the source.

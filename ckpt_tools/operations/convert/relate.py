@@ -27,7 +27,7 @@ def relate(
     left: Mapping[str, tuple[int, ...]],
     right: Mapping[str, tuple[int, ...]],
     source: Source,
-    raw: Raw | None = None,
+    raw: Raw,
     with_model: bool = True,
 ) -> TrainingState:
     """Returns a training state with other tensors in the place of some.
@@ -39,21 +39,18 @@ def relate(
         relations: for each result, the elements that it takes. Its parts are on the left.
         left, right: the shapes of the parts and of the results, by name.
         source: where the tensors lie.
-        raw: returns a tensor with located payloads; see `located`. If absent, they are located.
+        raw: of the parts; see `located`.
         with_model: False for the optimizers alone.
 
     Raises:
         PlanError: a part of a result is missing, has another shape, is quantized, or has other
             options than its other parts. Or two tensors would get one name.
     """
-    names = {made: [*dict.fromkeys(r.left.name for r in rs)] for made, rs in relations.items()}
-    if raw is None:
-        raw = located(parts, [name for used in names.values() for name in used], source)
-    change = _Change(relations, names, left, right, raw, source)
+    change = _Change(relations, left, right, raw, source)
     model, used = parts.model, set[str]()
     if with_model:
         model = change.of_model(parts.model)
-        used = {e.stored_name for name, e in parts.model.items() if name in change.parts}
+        used = {e.stored_name for name, e in parts.model.items() if name in change.results_of}
     return replace(
         parts,
         model=model,
@@ -84,19 +81,21 @@ class _Change:
     def __init__(
         self,
         relations: Mapping[str, Sequence[Relation]],
-        names: Mapping[str, Sequence[str]],
         left: Mapping[str, tuple[int, ...]],
         right: Mapping[str, tuple[int, ...]],
         raw: Raw,
         source: Source,
     ) -> None:
-        self.relations, self.names, self.left, self.right = relations, names, left, right
+        self.relations, self.left, self.right = relations, left, right
         self.raw, self.source = raw, source
-        self.results: dict[str, list[str]] = {}  # of each part
-        for name, used in names.items():
-            for part in used:
-                self.results.setdefault(part, []).append(name)
-        self.parts = self.results.keys()
+        self.parts_of = {
+            made: [*dict.fromkeys(relation.left.name for relation in found)]
+            for made, found in relations.items()
+        }
+        self.results_of: dict[str, list[str]] = {}
+        for made, parts in self.parts_of.items():
+            for part in parts:
+                self.results_of.setdefault(part, []).append(made)
 
     def of_model(self, model: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         """Returns the model with the results in the place of their first parts."""
@@ -106,7 +105,7 @@ class _Change:
             if made is None:
                 found[name] = model[name]
                 continue
-            entries = {part: model[part] for part in self.names[made]}
+            entries = {part: model[part] for part in self.parts_of[made]}
             self._check(made, entries)
             if not self._is_renaming(made):
                 for part, entry in entries.items():
@@ -118,31 +117,31 @@ class _Change:
     def of_optimizer(self, optimizer: OptimizerState) -> OptimizerState:
         """Returns an optimizer whose parameters are the results."""
         state: dict[str, dict[str, Any]] = {}
-        for name, made in self._order(optimizer.state, "the state of a tensor is"):
+        for name, made in self._order(optimizer.state, "the state of a tensor"):
             state[name if made is None else made] = (
                 optimizer.state[name]
                 if made is None
-                else self._state(made, [optimizer.state[part] for part in self.names[made]])
+                else self._state(made, [optimizer.state[part] for part in self.parts_of[made]])
             )
         groups = []
         holders: dict[str, int] = {}
         for number, group in enumerate(optimizer.groups):
             params: dict[str, None] = {}
             for param in group["params"]:
-                for made in self.results.get(param, ()):
+                for made in self.results_of.get(param, ()):
                     if holders.setdefault(made, number) != number:
                         raise PlanError(
                             f"parameters with different options would become one in"
                             f" {printable(optimizer.prefix) or 'the optimizer'}:"
-                            f" {printable(', '.join(self.names[made][:4]))}",
+                            f" {printable(', '.join(self.parts_of[made][:4]))}",
                             hint="--model-only leaves the optimizer out",
                         )
-                params |= dict.fromkeys(self.results.get(param, [param]))
+                params |= dict.fromkeys(self.results_of.get(param, [param]))
             groups.append({**group, "params": list(params)})
         return replace(optimizer, state=state, groups=groups)
 
     def _order(
-        self, there: Mapping[str, Any], what: str = "one is"
+        self, there: Mapping[str, Any], what: str = "one"
     ) -> Iterable[tuple[str, str | None]]:
         """Returns each name that stays, and each part with its results where they come first.
 
@@ -151,22 +150,22 @@ class _Change:
         """
         seen = set[str]()
         for name in there:
-            if name not in self.parts:
-                if name in self.relations and any(p in there for p in self.names[name]):
+            if name not in self.results_of:
+                if name in self.relations and any(p in there for p in self.parts_of[name]):
                     raise PlanError(
                         f"two tensors would get one name: {printable(name)!r} is there already, and"
                         " another becomes it"
                     )
                 yield name, None
                 continue
-            for made in self.results[name]:
+            for made in self.results_of[name]:
                 if made in seen:
                     continue
                 seen.add(made)
-                missing = next((part for part in self.names[made] if part not in there), None)
+                missing = next((part for part in self.parts_of[made] if part not in there), None)
                 if missing is not None:
                     raise PlanError(
-                        f"{printable(made)!r} consists of several tensors, but {what} missing:"
+                        f"{printable(made)!r} consists of several tensors, but {what} is missing:"
                         f" {printable(missing)!r} beside {printable(name)!r}"
                     )
                 yield name, made
@@ -200,7 +199,7 @@ class _Change:
         Raises:
             PlanError: a value that is no moment, such as the step, differs between the parts.
         """
-        names, result = self.names[made], dict[str, Any]()
+        parts, result = self.parts_of[made], dict[str, Any]()
         is_renaming = self._is_renaming(made)
         # else only the names of the parameters are known, and no shape
         has_elements = sum(r.numel for r in self.relations[made]) == math.prod(self.right[made])
@@ -208,17 +207,17 @@ class _Change:
             values = [state.get(key) for state in states]
             moments = {
                 part: value if is_renaming else self.raw(value)
-                for part, value in zip(names, values, strict=True)
+                for part, value in zip(parts, values, strict=True)
                 if isinstance(value, TensorEntry) and value.shape == self.left[part]
             }
-            if has_elements and len(moments) == len(names):
+            if has_elements and len(moments) == len(parts):
                 result[key] = assemble(
                     f"{made}.{key}", self.right[made], self.relations[made], moments
                 )
                 continue
             first = values[0]
             is_missing = any(key not in state for state in states)
-            for part, value in zip(names, values, strict=True):
+            for part, value in zip(parts, values, strict=True):
                 if part in moments or not isinstance(value, TensorEntry):
                     continue
                 if math.prod(value.shape) != 1:
@@ -231,7 +230,7 @@ class _Change:
             if is_missing or any(self._value(v) != self._value(first) for v in values[1:]):
                 raise PlanError(
                     f"parameters whose {printable(key)!r} differs cannot become one:"
-                    f" {printable(', '.join(names[:4]))}",
+                    f" {printable(', '.join(parts[:4]))}",
                     hint="--model-only leaves the optimizer out",
                 )
             result[key] = first

@@ -12,9 +12,7 @@ calls.
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +27,13 @@ from ckpt_tools.core.relations import (
 )
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.registry import Source
-from ckpt_tools.operations.convert.child_process import TIMED_OUT, last_line, run_python
-from ckpt_tools.operations.convert.relate import relate
+from ckpt_tools.operations.convert.child_process import ask
+from ckpt_tools.operations.convert.model_names import some
+from ckpt_tools.operations.convert.relate import located, relate
 from ckpt_tools.operations.convert.training_state import TrainingState, refuse_unnamed
 
 HUB, MEMORY = "hub", "transformers"
 NAMES = (HUB, MEMORY)
-_SHOWN = 4
 _TRACE = """
 import json, sys
 import torch, transformers
@@ -168,18 +166,9 @@ def ask_transformers(
         PlanError: transformers did not end.
     """
     asked = {"base": os.path.abspath(base), "architectures": config.get("architectures")}
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(asked, file)
-        file.flush()
-        done = run_python(_TRACE, file.name)
-    if done.returncode == TIMED_OUT:
-        raise PlanError(
-            f"transformers did not end: {last_line(done)} ({printable(os.fspath(base))})",
-            hint="is it the config of these weights?",
-        )
-    if done.returncode:
-        return None, last_line(done)
-    told = json.loads(done.stdout.strip().splitlines()[-1])
+    told, reason = ask(_TRACE, asked)
+    if told is None:
+        return None, reason
     joined = {
         name: JoinedMemory(tuple(shape), [(tuple(at), _strided(*view)) for at, *view in parts])
         for name, (shape, parts) in told["joined"].items()
@@ -260,7 +249,7 @@ def rename_as(
         parts.notes += _others(parts, before.keys() - parts.model.keys())
     if not is_partial and (lacking := right.keys() - parts.model.keys()):
         parts.notes.append(
-            f"the config's model has names that the result lacks: {_some(sorted(lacking))}"
+            f"the config's model has names that the result lacks: {some(sorted(lacking))}"
         )
     return parts
 
@@ -278,15 +267,14 @@ def _related(
     if names.lost:
         raise PlanError(
             f"{len(names.lost)} tensors of transformers' files are not made of parts of those in"
-            f" memory: {_some(names.lost)} ({printable(where)})",
+            f" memory: {some(names.lost)} ({printable(where)})",
             hint="save_pretrained of transformers converts them; --to hf --partial keeps all names",
         )
     refuse_unnamed(parts, "other names of parameters change their state, too")
-    check_used_once(
-        (r for relations in found.values() for r in relations),
-        {r.left.name: left[r.left.name] for relations in found.values() for r in relations},
-    )
-    return relate(parts, found, left, right, source)
+    every = [relation for relations in found.values() for relation in relations]
+    used = {relation.left.name: left[relation.left.name] for relation in every}
+    check_used_once(every, used)
+    return relate(parts, found, left, right, source, located(parts, used, source))
 
 
 def _check_model(parts: TrainingState, names: ModelNames, where: str) -> None:
@@ -294,7 +282,7 @@ def _check_model(parts: TrainingState, names: ModelNames, where: str) -> None:
     unknown = [n for n in parts.model if n not in names.memory and n not in names.files]
     if unknown:
         raise PlanError(
-            f"the config's model has no {_some(unknown)} ({printable(where)})",
+            f"the config's model has no {some(unknown)} ({printable(where)})",
             hint="is it the config of these weights? --rename changes names, --partial keeps these",
         )
     for name, entry in parts.model.items():
@@ -317,15 +305,9 @@ def _others(parts: TrainingState, gone: Iterable[str]) -> list[str]:
     ]
     if not found:
         return []
-    return [f"not of the model, so with the same names as before: {_some(found)}"]
+    return [f"not of the model, so with the same names as before: {some(found)}"]
 
 
 def _first(names: Iterable[str], among: Iterable[str]) -> str:
     among = set(among)
     return next((name for name in names if name in among), "")
-
-
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{printable(', '.join(names[:_SHOWN]))}{more}"
