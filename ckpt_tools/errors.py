@@ -94,9 +94,16 @@ class CatalogError(CheckpointError):
     """The chunks of a tensor leave a hole, overlap or exceed its shape.
 
     The message gives FQN and box.
+
+    Attributes:
+        what: the message without the place, for a table that has columns for the place.
     """
 
     exit_code = 12
+
+    def __init__(self, message: str, *, place: str = "", hint: str | None = None) -> None:
+        super().__init__(f"{message} ({place})" if place else message, hint=hint)
+        self.what = redacted(message)
 
 
 class PlanError(CheckpointError):

@@ -118,8 +118,8 @@ def list_(
     where = open_root(root, shared.storage_options)
     found = RunListing(where)
     steps, others = found.all_steps, found.others
-    if not steps and not where.exists():
-        raise NotACheckpointError(f"no such directory: {printable(root)}")
+    if not steps:
+        where.check_exists()
     if shared.as_json:
         print(json.dumps([render.step_as_json(s) for s in steps]))
     elif steps:
@@ -256,12 +256,10 @@ def _newest(root: str, verify: bool, allow_not_finite: bool, shared: Shared) -> 
     for path, reason in found.passed_over:
         print(f"passed over {printable(str(path))}: {reason}", file=sys.stderr)
     if found.step is None:
-        if not found.passed_over and not where.exists():
-            raise no_steps(root)
         kind = (
             "complete step that a job could resume from" if found.passed_over else "complete step"
         )
-        hint = None if found.passed_over else no_steps(root).hint
+        hint = None if found.passed_over else no_steps(where).hint
         raise NotACheckpointError(f"no {kind} in {printable(root)}", hint=hint)
     return found.step
 

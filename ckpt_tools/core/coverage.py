@@ -90,13 +90,15 @@ def _check_extent(catalog: Catalog, fqn: str, extent: Extent, least: int) -> Cat
     )
     if size is None:
         return CatalogError(
-            f"a data file is missing: {catalog.where(extent.file)} (needed by {printable(fqn)!r})"
+            "a data file is missing",
+            place=f"{catalog.where(extent.file)}, needed by {printable(fqn)!r}",
         )
+    place = f"{catalog.where(extent.file)}, {printable(fqn)!r}"
     if extent.start < 0 or extent.nbytes < 0 or extent.start + extent.nbytes > size:
         return CatalogError(
             f"bytes {extent.start}:{extent.start + extent.nbytes} are outside its file, which has"
-            f" {size}: it is truncated, or belongs to another save ({catalog.where(extent.file)},"
-            f" {printable(fqn)!r})",
+            f" {size}: it is truncated, or belongs to another save",
+            place=place,
             hint=(
                 "restore the file; `ckpt verify` shows what is damaged, `ckpt salvage` saves the"
                 " rest"
@@ -104,8 +106,7 @@ def _check_extent(catalog: Catalog, fqn: str, extent: Extent, least: int) -> Cat
         )
     if extent.nbytes < least and extent.strides is None:
         return CatalogError(
-            f"a chunk claims {least} bytes, but its item has {extent.nbytes}"
-            f" ({catalog.where(extent.file)}, {printable(fqn)!r})"
+            f"a chunk claims {least} bytes, but its item has {extent.nbytes}", place=place
         )
     return None
 
@@ -147,7 +148,7 @@ def _overlaps(catalog: Catalog) -> Iterator[Flaw]:
         for start, nbytes in sorted(ranges):
             if start < end:
                 error = CatalogError(
-                    f"two items share bytes of one file: {start}:{end} ({catalog.where(file)})"
+                    f"two items share bytes of one file: {start}:{end}", place=catalog.where(file)
                 )
                 yield from (Flaw(fqn, file, error) for fqn in (last, ranges[start, nbytes]))
             if start + nbytes >= end:

@@ -106,9 +106,10 @@ def check_steps(
     check_count("every", every, PlanError, or_none=True)
     if isinstance(jump, bool) or not isinstance(jump, Real) or not jump > 1:
         raise PlanError(f"jump: expected a number above 1, got {jump!r}")
-    steps = list_steps(open_root(root, storage_options))
+    where = open_root(root, storage_options)
+    steps = list_steps(where)
     if not steps:
-        raise no_steps(str(root))
+        raise no_steps(where)
     read = step_damage(storage_options) if verify else None
     found = [problem for step in steps for problem in step_problems(step, read, jobs)]
     if every is not None:

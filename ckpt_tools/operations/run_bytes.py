@@ -105,7 +105,7 @@ def du(root: Path_, *, storage_options: Mapping[str, Any] | None = None) -> list
         where = open_root(root, storage_options)
         steps = RunListing(where).all_steps
         if not steps:
-            raise no_steps(str(root))
+            raise no_steps(where)
         return bytes_of(where, steps)
 
 

@@ -148,7 +148,7 @@ def thin(
     with KEPT.during():
         steps = list_steps(where)
         if not steps:  # a claim would make the directory
-            raise no_steps(str(root))
+            raise no_steps(where)
         if dry_run:
             where.check_writable()  # so that it promises nothing that cannot be done
             return thin_steps(where, steps, keep_full, keep_every, dry_run=True, **how)

@@ -204,12 +204,7 @@ class Verification:
 
     def flaws(self) -> list[Problem]:
         """Returns structural problems: chunks that are missing, overlap or are out of bounds."""
-        return [
-            self._problem(
-                f.file, f.error.args[0].removesuffix(f" (needed by {printable(f.fqn)!r})"), f.fqn
-            )
-            for f in self._flaws
-        ]
+        return [self._problem(f.file, f.error.what, f.fqn) for f in self._flaws]
 
     # ---- against the manifest --------------------------------------------------------------------
 

@@ -115,8 +115,12 @@ class RunRoot(Protocol):
         """Tells whether a step gets another name in one instant, without a copy."""
         ...
 
-    def exists(self) -> bool:
-        """Tells whether the root is there. An object store has no roots: always true."""
+    def check_exists(self) -> None:
+        """Refuses a path without a directory. An object store has no roots: nothing to refuse.
+
+        Raises:
+            NotACheckpointError: nothing is there, or a file.
+        """
         ...
 
     def step_path(self, name: str) -> Path | str:

@@ -38,8 +38,8 @@ class BucketRoot:
     def _store(self, name: str = "") -> RemoteStore:
         return RemoteStore(f"{self.path}/{name}" if name else self.path, self.options)
 
-    def exists(self) -> bool:
-        return True
+    def check_exists(self) -> None:
+        pass
 
     def step_path(self, name: str) -> str:
         return f"{self.path}/{name}"

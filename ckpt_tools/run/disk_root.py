@@ -55,8 +55,14 @@ class LocalRoot:
     def __init__(self, path: Path) -> None:
         self.path, self.looks = path, Looks()
 
-    def exists(self) -> bool:
-        return self.path.is_dir()
+    def check_exists(self) -> None:
+        if self.path.is_dir():
+            return
+        where = printable(str(self.path))
+        if not os.path.lexists(self.path):
+            raise NotACheckpointError(f"no such directory: {where}")
+        hint = "ckpt inspect shows a file" if os.path.isfile(self.path) else None
+        raise NotACheckpointError(f"not a directory: {where}", hint=hint)
 
     def _refuse_file(self) -> None:
         """Refuses a root that is a file, or lies below one.
@@ -91,9 +97,8 @@ class LocalRoot:
         except FileNotFoundError:
             return RootEntries({}, ())
         except NotADirectoryError:
-            hint = "ckpt inspect shows a file" if os.path.isfile(self.path) else None
-            where = printable(str(self.path))
-            raise NotACheckpointError(f"not a directory: {where}", hint=hint) from None
+            self.check_exists()
+            raise  # it is a directory by now
         except OSError as error:
             raise failed("list", self.path, error) from error
         folders = {e.name: LocalStore(e.path) for e in found if _is_folder(e)}

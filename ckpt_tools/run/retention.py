@@ -160,7 +160,7 @@ def refuse_unknown_metric(root: RunRoot, metric: str) -> list[Step]:
     """
     steps = list_steps(root)
     if not steps:
-        raise no_steps(str(root.path))
+        raise no_steps(root)
     known = metrics_of(steps)
     if metric not in known:
         refuse_unreadable(steps, f"whether a step has the metric {printable(metric)!r}")

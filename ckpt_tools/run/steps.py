@@ -322,13 +322,17 @@ def find_latest(
     return best
 
 
-def no_steps(root: str) -> NotACheckpointError:
-    """Returns the error of a command for runs that was given something else."""
-    if "://" not in root and not os.path.lexists(root):
-        return NotACheckpointError(f"no such directory: {printable(root)}")
-    runs = runs_below(root)
+def no_steps(root: RunRoot) -> NotACheckpointError:
+    """Returns the error of a command for runs that was given something else.
+
+    Raises:
+        NotACheckpointError: not even a directory is there.
+    """
+    root.check_exists()
+    path = str(root.path)
+    runs = runs_below(path)
     return NotACheckpointError(
-        f"no steps in {printable(root)}",
+        f"no steps in {printable(path)}",
         hint=(
             f"runs lie below: {printable(', '.join(runs))}"
             if runs

@@ -74,7 +74,7 @@ def test_equal_boxes_are_replicas_and_not_an_overlap() -> None:
     [
         (Extent("f", 8, 16), "outside its file"),
         (Extent("f", -4, 16), "outside its file"),
-        (Extent("g", 0, 16), "missing: g"),
+        (Extent("g", 0, 16), "missing .g,"),
     ],
 )
 def test_extents_must_lie_in_files_that_exist(extent: Extent, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The code that docs/architecture.md names exists."""
+"""The code that the pages on the design name exists."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def resolved(dotted: str) -> object:
 
 
 def test_the_code_that_the_architecture_names_exists() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = "".join((ROOT / "docs" / page).read_text() for page in ("architecture.md", "scale.md"))
     names = re.findall(rf"`((?:{LAYER})(?:\.\w+)+)`", text)
     names = [name for name in names if not name.endswith(".py")]
     assert len(names) > 20

@@ -101,6 +101,10 @@ def test_the_parent_of_runs_is_named(tmp_path: Path, ckpt: Run) -> None:
         assert done.returncode == 10 and "runs lie below: runA, runB" in done.stderr, words
         done = ckpt(words[0], tmp_path / "nothing", *words[1:])
         assert done.returncode == 10 and "no such directory: " in done.stderr, words
+        done = ckpt(words[0], __file__, *words[1:])
+        assert done.returncode == 10, words
+        assert done.stderr.startswith("error: not a directory: "), (words, done.stderr)
+        assert "ckpt inspect shows a file" in done.stderr, words
 
 
 def test_a_dry_run_tells_that_the_destination_exists(tmp_path: Path, ckpt: Run) -> None:

@@ -231,6 +231,8 @@ def test_what_is_missing_short_or_too_much_is_a_verdict(saved: Saved, tmp_path: 
         assert {p.file for p in gone.problems} == {"__1_0.distcp"} and 0 < len(
             gone.lost
         ) < gone.num_entries
+        # a row names file and tensor in columns of their own
+        assert {p.what for p in gone.problems if p.fqn} == {"a data file is missing"}
         short = changed("short", lambda p: os.truncate(p / "__2_0.distcp", 3000), is_sealed)
         assert {p.file for p in short.problems} == {"__2_0.distcp"} and 0 < len(
             short.lost

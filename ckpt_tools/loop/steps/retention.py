@@ -114,11 +114,10 @@ def prune_steps(
         jobs: threads that read.
 
     Raises:
-        NotACheckpointError: there is no such directory, or runs lie below it.
+        NotACheckpointError: there is no directory, or runs lie below it.
         StorageError: it cannot be listed, or is read-only.
     """
-    if not root.exists():
-        raise NotACheckpointError(f"no such directory: {printable(str(root.path))}")
+    root.check_exists()
     root.check_writable()  # so that a dry run promises nothing that cannot be done
     found = RunListing(root)
     steps = found.steps
@@ -127,7 +126,7 @@ def prune_steps(
         map(is_ours, found.others)
     )
     if not steps and (is_checkpoint or runs_below(path)):
-        raise no_steps(path)
+        raise no_steps(root)
     unreadable: dict[str, str] = {}
     damaged: dict[str, str] = {}
 
