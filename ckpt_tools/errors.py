@@ -72,9 +72,26 @@ class NotACheckpointError(CheckpointError):
     """Nothing at the path is a checkpoint.
 
     The message says what was found and what was expected.
+
+    Attributes:
+        found: the first half of the message, for a list; "" if there is no shorter form.
+        is_unfinished: what was found are the files of a save that never ended.
+        num_below: checkpoints in the folders below.
     """
 
     exit_code = 10
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        found: str = "",
+        is_unfinished: bool = False,
+        num_below: int = 0,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.found, self.is_unfinished, self.num_below = redacted(found), is_unfinished, num_below
 
 
 class FormatError(CheckpointError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 from typer import Context
@@ -53,6 +54,7 @@ def metrics(context: Context, incomplete: str) -> list[str]:
     root = context.params.get("root") or next(iter(context.args), "")
     if not root or "://" in root:
         return []
+    root = os.path.expanduser(os.path.expandvars(root))  # the shell has not done so yet
     try:
         return _starting(metrics_of(list_steps(open_root(root))), incomplete)
     except CheckpointError:

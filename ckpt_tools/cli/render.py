@@ -597,6 +597,7 @@ def _own_copy(destination: str) -> tuple[str, str]:
 def step_as_json(step: Step) -> dict[str, Any]:
     """Returns a step as plain values."""
     return {
+        "kind": "step",
         "step": step.number,
         "path": redacted(str(step.path)),
         "nbytes": step.nbytes,
@@ -612,6 +613,18 @@ def step_as_json(step: Step) -> dict[str, Any]:
         "metrics": dict(_metrics_of(step)),
         "thinned": list(step.thinned),
         "timing": dict(_timing_of(step)),
+    }
+
+
+def entry_as_json(folder: str, entry: Entry) -> dict[str, Any]:
+    """Returns an entry of a folder without steps as plain values; its `step` is None."""
+    return {
+        "kind": entry.kind,
+        "step": None,
+        "path": redacted(f"{folder.rstrip('/')}/{entry.name.removesuffix('/')}"),
+        "nbytes": entry.nbytes,
+        "is_readable": entry.is_readable,
+        "about": entry.about,
     }
 
 

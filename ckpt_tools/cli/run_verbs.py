@@ -100,7 +100,8 @@ def list_(
 ) -> None:
     """List the steps of a run with size, time, world size and state, or with their bytes.
 
-    A step whose save found NaN or infinity is marked. Entries that are not steps come last. With
+    A step whose save found NaN or infinity is marked. Entries that are not steps come last. For a
+    folder without steps, everything in it is listed; with --json, such entries have no `step`. With
     --bytes, no values are read either; what could go is what `ckpt thin --keep-full 1` would free.
     """
     from ckpt_tools.cli import render
@@ -119,28 +120,36 @@ def list_(
     found = RunListing(where)
     steps, others = found.all_steps, found.others
     if not steps:
-        where.check_exists()
-    if shared.as_json:
+        _show_folder(root, where, shared)
+    elif shared.as_json:
         print(json.dumps([render.step_as_json(s) for s in steps]))
-    elif steps:
-        render.show_steps(steps, metrics, timing)
+        if others:
+            print(f"not steps: {render.some_names(others)}", file=sys.stderr)
     else:
-        from ckpt_tools.formats.dcp import format as dcp
-        from ckpt_tools.operations.folder import entries_of
-
-        entries = entries_of(root, shared.storage_options)
-        is_one = where.has_file(dcp.LOOKS_FOR) or any(
-            entry.name.endswith((".distcp", ".index.json")) for entry in entries
-        )
-        print("no steps" + "; a checkpoint itself: see ckpt inspect" * is_one)
-        if entries or not is_one:
-            render.show_entries(entries)
-    if others and shared.as_json:
-        print(f"not steps: {render.some_names(others)}", file=sys.stderr)
-    elif others and steps:
-        _show_others(root, others, shared)
+        render.show_steps(steps, metrics, timing)
+        if others:
+            _show_others(root, others, shared)
     _show_unfinished(where, shared)
     fail_if_unreadable(steps)
+
+
+def _show_folder(root: str, where: RunRoot, shared: Shared) -> None:
+    """Lists what lies in a folder without steps."""
+    from ckpt_tools.cli import render
+    from ckpt_tools.formats.dcp import format as dcp
+    from ckpt_tools.operations.folder import entries_of
+
+    where.check_exists()
+    entries = entries_of(root, shared.storage_options)
+    if shared.as_json:
+        print(json.dumps([render.entry_as_json(root, entry) for entry in entries]))
+        return
+    is_one = where.has_file(dcp.LOOKS_FOR) or any(
+        entry.name.endswith((".distcp", ".index.json")) for entry in entries
+    )
+    print("no steps" + "; a checkpoint itself: see ckpt inspect" * is_one)
+    if entries or not is_one:
+        render.show_entries(entries)
 
 
 def _show_unfinished(where: RunRoot, shared: Shared) -> None:

@@ -200,6 +200,7 @@ def detect_in(root: Store) -> tuple[Store, Format]:
             f"{len(found) + len(files)} checkpoints lie below {printable(root.url)}; give the path"
             f" of one:\n{shown}",
             hint=f"for example: {found[-1][0].url}",
+            num_below=len(found) + len(files),
         )
     refuse_strays(root)
     raise _nothing_found(root)
@@ -312,9 +313,10 @@ def _file_format(path: str, name: str) -> Format:
             hint=f"give the directory: {path.rpartition('/')[0] or '.'}",
         )
     known = ", ".join(f"*{suffix}" for suffix in (*_OF_FILES, *_external()))
+    folders = " or ".join(f.LOOKS_FOR for f in _DIRECTORIES)
+    found = f"not a checkpoint: {printable(path)}"
     raise NotACheckpointError(
-        f"not a checkpoint: {printable(path)}; looked for {known},"
-        " or a directory with " + " or ".join(f.LOOKS_FOR for f in _DIRECTORIES)
+        f"{found}; looked for {known}, or a directory with {folders}", found=found
     )
 
 
@@ -377,7 +379,8 @@ def _nothing_found(root: Store) -> NotACheckpointError:
         else "nothing"
     )
     hint = None
-    if any(n.endswith(".distcp") for n in names):
+    is_unfinished = any(n.endswith(".distcp") for n in names)
+    if is_unfinished:
         hint = (
             ".distcp files without .metadata: the save was never finished, or .metadata was not"
             " copied along"
@@ -391,11 +394,13 @@ def _nothing_found(root: Store) -> NotACheckpointError:
         hint = "give the path of a torch.save file itself"
     elif any(n.endswith(tuple(form.SUFFIX for form in _ARRAYS)) for n in names):
         hint = "give the path of the file itself"
+    found = f"not a checkpoint: {printable(root.url)} holds {inside}"
+    looked_for = " or ".join(f.LOOKS_FOR for f in FORMATS if f not in _ARRAYS)
     return NotACheckpointError(
-        f"not a checkpoint: {printable(root.url)} holds {inside}; looked for "
-        + " or ".join(f.LOOKS_FOR for f in FORMATS if f not in _ARRAYS)
-        + ", three levels down",
+        f"{found}; looked for {looked_for}, three levels down",
         hint=hint,
+        found=found,
+        is_unfinished=is_unfinished,
     )
 
 

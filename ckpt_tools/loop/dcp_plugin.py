@@ -106,7 +106,7 @@ class _WriteResult(NamedTuple):
 class _ReplicaResult(NamedTuple):
     """A rank's message to the coordinator: the checksums of the replicas that it holds."""
 
-    digests: dict[MetadataIndex, tuple[int, str, tuple[int, ...]]]  # with type and shape
+    checksums: dict[MetadataIndex, tuple[int, str, tuple[int, ...]]]  # with type and shape
 
 
 class StorageWriter(storage.StorageWriter):
@@ -282,8 +282,8 @@ class StorageWriter(storage.StorageWriter):
             infos = map(_info, replicas)
             proof = _ReplicaResult(
                 {
-                    item.index: (digest, info.dtype, info.shape)
-                    for item, digest, info in zip(replicas, found, infos, strict=True)
+                    item.index: (checksum, info.dtype, info.shape)
+                    for item, checksum, info in zip(replicas, found, infos, strict=True)
                 }
             )
             results.append(WriteResult(replicas[0].index, 0, proof))
@@ -355,8 +355,8 @@ def _check_replicas(results: Sequence[Sequence[WriteResult]]) -> None:
     for rank, wrote in enumerate(results):
         for result in wrote:
             if isinstance(result.storage_data, _ReplicaResult):
-                for index, digest in result.storage_data.digests.items():
-                    replicas.setdefault(index, []).append((rank, digest))
+                for index, checksum in result.storage_data.checksums.items():
+                    replicas.setdefault(index, []).append((rank, checksum))
     wrong, free = list[tuple[str, list[int]]](), dict[str, None]()
     for index, found in replicas.items():
         (first, one), *others = found

@@ -393,7 +393,7 @@ class CheckpointManager:
             Save(step, collected.layout, collected.objects, overwrite, extras),
             staged,
             unchanged,
-            collected.digests,
+            collected.frozen_checksums,
             time.monotonic() - began if is_background else 0.0,
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -218,12 +217,12 @@ def _unread(name: str, kind: str, nbytes: int | None, error: CheckpointError) ->
     """Returns the entry of something that cannot be opened, with the reason on one line."""
     text = str(error).partition("\n")[0].removesuffix(":")
     if isinstance(error, NotACheckpointError):
-        is_unfinished = error.hint is not None and ".distcp" in error.hint
-        if kind == FOLDER and text.startswith("not a checkpoint") and not is_unfinished:
+        if error.num_below:
+            about = f"{error.num_below:,} checkpoints lie below"
+            return Entry(name, kind, nbytes, about, True)
+        if kind == FOLDER and error.found and not error.is_unfinished:
             return Entry(name, kind, nbytes, "no checkpoint in it, three levels down", False)
-        text = error.hint if is_unfinished and error.hint else text.partition("; looked for")[0]
-        if several := re.match(r"\d[\d,]* checkpoints lie below", text):
-            return Entry(name, kind, nbytes, several[0], True)
+        text = error.hint if error.is_unfinished and error.hint else error.found or text
     text = text.removeprefix(f"{printable(name)} ")
     return Entry(name, kind, nbytes, f"not read: {text}", False)
 

@@ -155,7 +155,10 @@ class Transfer:
         try:
             self._open()
             self._plan()
-            if not self.is_dry_run and not self.resume.is_done:
+            if self.is_dry_run:
+                with self.group.phase("look at what is read"):
+                    self._note_what_the_source_lacks(manifest_of(self.source.store))
+            elif not self.resume.is_done:
                 self._check()
                 with self._staged() as attempt:
                     self._copy(attempt)
@@ -244,11 +247,7 @@ class Transfer:
             prove_planned_replicas(
                 self.source, self.request.catalog, self.part, self.located, self.jobs, self.tiles
             )
-            if self.sealed is not None and self.sealed.salvage_note:
-                self.notes.append(f"the source is {self.sealed.salvage_note}")
-            if self.sealed is not None and (gone := self.sealed.thinned):
-                some = ", ".join(map(printable, gone[:_SHOWN])) + " …" * (len(gone) > _SHOWN)
-                self.notes.append(f"the source was thinned: it lacks {some}")
+            self._note_what_the_source_lacks(self.sealed)
             found = sealed_fingerprints(self.sealed, self.source, self.request.catalog, self.plan)
             self.sealed_fingerprints: Mapping[str, SealedFingerprint] = {
                 fqn: sealed for fqn, sealed in found.items() if fqn not in self.request.alter
@@ -264,6 +263,13 @@ class Transfer:
                     f"{number:,} tensors were read twice to compare their fingerprints: the result"
                     " does not have all of their elements, unchanged and in order"
                 )
+
+    def _note_what_the_source_lacks(self, sealed: Manifest | None) -> None:
+        if sealed is not None and sealed.salvage_note:
+            self.notes.append(f"the source is {sealed.salvage_note}")
+        if sealed is not None and (gone := sealed.thinned):
+            some = ", ".join(map(printable, gone[:_SHOWN])) + " …" * (len(gone) > _SHOWN)
+            self.notes.append(f"the source was thinned: it lacks {some}")
 
     def _may_assume(self) -> bool:
         is_dear = self.source.store.capabilities.is_remote

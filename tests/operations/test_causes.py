@@ -92,6 +92,11 @@ def test_the_parent_of_runs_is_named(tmp_path: Path, ckpt: Run) -> None:
         ["runA/", "run", "KB", "1 step, the newest is 1"],
         ["runB/", "run", "KB", "1 step, the newest is 1"],
     ]
+    listed = json.loads(ckpt("ls", tmp_path, "--json").stdout)
+    assert [(e["path"], e["kind"], e["step"], e["about"]) for e in listed] == [
+        (f"{tmp_path}/{name.removesuffix('/')}", kind, None, about) for name, kind, _, about in rows
+    ]
+    assert json.loads(ckpt("ls", tmp_path / "other", "--json").stdout) == []
     stored = sum(path.stat().st_size for path in (tmp_path / "runA").rglob("*") if path.is_file())
     assert sizes[1] == "0" and abs(float(sizes[2]) - stored / 1e3) < 0.2, (sizes, stored)
     assert abs(float(sizes[0]) - stored / 1e3) < 0.2, "with what lies below"

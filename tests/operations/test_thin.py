@@ -298,8 +298,9 @@ def test_a_request_that_fits_no_step_has_its_own_status(tmp_path: Path, ckpt: Ru
     assert done.returncode == 13 and done.stderr.count("no tensor would be left") == 2
     done = ckpt("thin", tmp_path / "run", "--keep-full", "1", "--drop", "model.0.weight")
     assert done.returncode == 0, done.stderr
-    done = ckpt("merge", tmp_path / "run" / "step-00000001", tmp_path / "m.safetensors")
-    assert "the source was thinned: it lacks model.0.weight" in done.stdout, done.stdout
+    for more in (["--dry-run"], []):
+        done = ckpt("merge", tmp_path / "run" / "step-00000001", tmp_path / "m.safetensors", *more)
+        assert "the source was thinned: it lacks model.0.weight" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("drop", [(), ("optimizer*",)])

@@ -50,7 +50,7 @@ class PendingSave:
         save: this rank's part of it.
         staged: this rank's shards in host memory, without those of `unchanged`.
         unchanged: the frozen shards, if the step before has them.
-        digests: a checksum of each frozen shard.
+        frozen_checksums: a checksum of each frozen shard.
         stall_s: seconds for which `save` has held the loop; 0 for a blocking save.
     """
 
@@ -60,7 +60,7 @@ class PendingSave:
     save: Save
     staged: StagedTensors
     unchanged: Unchanged | None
-    digests: tuple[int, ...]
+    frozen_checksums: tuple[int, ...]
     stall_s: float
 
 
@@ -299,7 +299,7 @@ class BackgroundWriter:
         report, parts = write(
             group, target, save, contents, attempts[-1], limits.jobs, self._check_lock, progress
         )
-        if len(parts) > 1 and not pending.digests:
+        if len(parts) > 1 and not pending.frozen_checksums:
             self.frozen = None
         elif len(parts) > 1:
             part = parts[1]
@@ -307,7 +307,7 @@ class BackgroundWriter:
             known = unchanged.known if unchanged is not None and part.linked else None
             if known is None:
                 written = part._replace(how="", remark="")
-                known = FrozenFile(save.layout.frozen, pending.digests, (), written)
+                known = FrozenFile(save.layout.frozen, pending.frozen_checksums, (), written)
             self.frozen = known.and_in(LinkSource(what, target, attempts[-1], part.identity))
         return report
 
@@ -316,9 +316,9 @@ class BackgroundWriter:
         known, layout = self.frozen, collected.layout
         if (
             known is None
-            or not collected.digests
+            or not collected.frozen_checksums
             or not self._links_files
-            or known.digests != collected.digests
+            or known.checksums != collected.frozen_checksums
             or known.shards != layout.frozen
             or (collected.extras.statistics and not known.part.moments)
         ):

@@ -59,7 +59,7 @@ class Collected(NamedTuple):
         objects: packed, by name.
         layout: as agreed by all ranks.
         owners: the modules, tensors and optimizers of the state.
-        digests: a checksum of each frozen shard that this rank writes, in order.
+        frozen_checksums: a checksum of each frozen shard that this rank writes, in order.
     """
 
     extras: SaveExtras
@@ -67,7 +67,7 @@ class Collected(NamedTuple):
     objects: Mapping[str, bytes]
     layout: SaveLayout
     owners: StateOwners
-    digests: tuple[int, ...]
+    frozen_checksums: tuple[int, ...]
 
 
 class Collector:
@@ -120,12 +120,12 @@ class Collector:
         extras = replace(extras, notes=notes)
         laps.lap("compare")
         tensors = [found.tensors[number] for number in self._layout.task.shards]
-        shards, digests = self._layout.frozen, tuple[int, ...]()
+        shards, of_frozen = self._layout.frozen, tuple[int, ...]()
         if self._frozen is not None and shards:
             frozen = [tensors[n] for n in self._layout.files[1].numbers]
-            digests = self._frozen.digests(shards, frozen)
+            of_frozen = self._frozen.checksums(shards, frozen)
         laps.lap("compare")
-        return Collected(extras, tensors, objects, self._layout, exported.owners, digests)
+        return Collected(extras, tensors, objects, self._layout, exported.owners, of_frozen)
 
     def _export(self, request: SaveRequest) -> tuple[ExportedState, RankShards]:
         if request.only:

@@ -47,7 +47,7 @@ class FrozenShards:
         self._jobs, self._changes = jobs, Counter[str]()
         self._last: tuple[tuple[ShardInfo, ...], list[int]] = ((), [])
         self._marked: tuple[ShardInfo, ...] = ()
-        self._digests: dict[str, int] = {}
+        self._checksums: dict[str, int] = {}
 
     def mark(
         self, infos: tuple[ShardInfo, ...], tensors: Sequence[torch.Tensor], owners: StateOwners
@@ -89,7 +89,7 @@ class FrozenShards:
             ]
         return numbers if sum(tensors[n].nbytes for n in numbers) >= LEAST_BYTES else []
 
-    def digests(
+    def checksums(
         self, infos: Sequence[ShardInfo], tensors: Sequence[torch.Tensor]
     ) -> tuple[int, ...]:
         """Returns a checksum of each marked shard, and notes which have changed since the last one.
@@ -106,16 +106,16 @@ class FrozenShards:
         except Exception:  # noqa: BLE001  such as no memory on the accelerator
             log.warning("frozen parameters are written: no checksum of them", exc_info=True)
             return ()
-        for info, digest in zip(infos, found, strict=True):
+        for info, checksum in zip(infos, found, strict=True):
             name = f"{info.fqn} {info.box.offsets}"
-            if self._digests.get(name, digest) != digest:
+            if self._checksums.get(name, checksum) != checksum:
                 self._changes[info.fqn] += 1
                 if self._changes[info.fqn] == _MAX_CHANGES:
                     log.info(
                         "%s takes no gradient but changes: it is written at every save",
                         printable(info.fqn),
                     )
-            self._digests[name] = digest
+            self._checksums[name] = checksum
         return tuple(found)
 
 
@@ -135,13 +135,13 @@ class FrozenFile(NamedTuple):
 
     Attributes:
         shards: that it holds, in order.
-        digests: a checksum of each shard's values.
+        checksums: a checksum of each shard's values.
         sources: the steps that hold it, the newest one first.
         part: its description.
     """
 
     shards: tuple[ShardInfo, ...]
-    digests: tuple[int, ...]
+    checksums: tuple[int, ...]
     sources: tuple[LinkSource, ...]
     part: RankFile
 
@@ -200,7 +200,7 @@ class Unchanged:
             CheckpointError: they have changed since the save began.
         """
         now = checksums_of(self.tensors, jobs)
-        pairs = zip(self.known.shards, self.known.digests, now, strict=True)
+        pairs = zip(self.known.shards, self.known.checksums, now, strict=True)
         if wrong := [info.fqn for info, old, new in pairs if old != new]:
             raise CheckpointError(
                 "frozen parameters changed after the save had begun, and no earlier step has a file"

@@ -132,7 +132,7 @@ class ReplicaProof:
             return []
         found, error = dict[int, dict[int, int]](), None
         try:
-            found = self._digests(tensors)
+            found = self._checksums(tensors)
         except BaseException as failure:  # noqa: BLE001  # the phase below tells all ranks
             error = failure
         numbers = np.full(2 * self._task.num_sets + 1, _ABSENT)
@@ -152,7 +152,7 @@ class ReplicaProof:
         self._num_proved += 1  # after a difference, the next save compares all again
         return notes
 
-    def _digests(self, tensors: Sequence[torch.Tensor]) -> dict[int, dict[int, int]]:
+    def _checksums(self, tensors: Sequence[torch.Tensor]) -> dict[int, dict[int, int]]:
         """Returns the numbers of the replicas that this save compares, by set and place in it."""
         found, turn = {}, self._num_proved if self._proof is Proof.FIRST_SAVE else 0
         for mine in self._task.sets:
@@ -197,10 +197,10 @@ class ReplicaProof:
     ) -> list[str]:
         """Finds the tensors that differ, and refuses them or returns a note. All ranks call it."""
         mine = {
-            (one.number, place): (digest, self._infos[shard].fqn, one.kind, shard)
+            (one.number, place): (checksum, self._infos[shard].fqn, one.kind, shard)
             for one in self._task.sets
             if one.number in differing
-            for place, digest in found[one.number].items()
+            for place, checksum in found[one.number].items()
             for shard in [one.shards[place]]
         }
         ranks = group.all_gather(mine, "compare copies")
