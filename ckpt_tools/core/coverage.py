@@ -93,12 +93,11 @@ def _check_extent(catalog: Catalog, fqn: str, extent: Extent, least: int) -> Cat
             "a data file is missing",
             place=f"{catalog.where(extent.file)}, needed by {printable(fqn)!r}",
         )
-    place = f"{catalog.where(extent.file)}, {printable(fqn)!r}"
     if extent.start < 0 or extent.nbytes < 0 or extent.start + extent.nbytes > size:
         return CatalogError(
             f"bytes {extent.start}:{extent.start + extent.nbytes} are outside its file, which has"
             f" {size}: it is truncated, or belongs to another save",
-            place=place,
+            place=f"{catalog.where(extent.file)}, {printable(fqn)!r}",
             hint=(
                 "restore the file; `ckpt verify` shows what is damaged, `ckpt salvage` saves the"
                 " rest"
@@ -106,7 +105,8 @@ def _check_extent(catalog: Catalog, fqn: str, extent: Extent, least: int) -> Cat
         )
     if extent.nbytes < least and extent.strides is None:
         return CatalogError(
-            f"a chunk claims {least} bytes, but its item has {extent.nbytes}", place=place
+            f"a chunk claims {least} bytes, but its item has {extent.nbytes}",
+            place=f"{catalog.where(extent.file)}, {printable(fqn)!r}",
         )
     return None
 

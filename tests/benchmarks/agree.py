@@ -28,8 +28,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from ckpt_tools.core.box import Box
 from ckpt_tools.core.memory import no_gc
 from ckpt_tools.formats.dcp.metadata import ItemLocation
+from ckpt_tools.loop.saving.agreement import RankDescription, RankNames, assign, described
 from ckpt_tools.loop.saving.replicas import Proof, ReplicaProof
-from ckpt_tools.loop.saving.save import RankNames, SaveLayout, _fingerprints, _seal, assign
+from ckpt_tools.loop.saving.save import SaveLayout, _fingerprints, _seal
 from ckpt_tools.loop.saving.write import RankFile, ShardInfo, commit, describe, plan_rank_files
 from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.storage import write_file
@@ -47,27 +48,30 @@ def shard_infos(rank: int, num_ranks: int, num_tensors: int) -> tuple[ShardInfo,
     )
 
 
+def description(
+    rank: int, num_ranks: int, num_tensors: int, paths: dict[str, tuple[str, ...]]
+) -> RankDescription:
+    infos = shard_infos(rank, num_ranks, num_tensors)
+    more = {"step": ("step",)} if rank == 0 else {}
+    return described(RankNames(infos, (*more,), ("step",), {**paths, **more}))
+
+
 def ours(num_ranks: int, num_tensors: int) -> tuple[float, int, float, int]:
     """Returns seconds and bytes on rank 0 of a first save, and of the second."""
-    sent = [
-        pickle.dumps(
-            (shard_infos(r, num_ranks, num_tensors), ("step",) if r == 0 else (), {}), protocol=4
-        )
-        for r in range(num_ranks)
-    ]
-    paths = {o.fqn: tuple(o.fqn.split(".")) for o in shard_infos(0, num_ranks, num_tensors)}
+    infos = shard_infos(0, num_ranks, num_tensors)
+    paths = {info.fqn: tuple(info.fqn.split(".")) for info in infos}
+    names = RankNames(infos, ("step",), ("step",), {**paths, "step": ("step",)})
+    sent = [pickle.dumps(description(r, num_ranks, num_tensors, paths)) for r in range(num_ranks)]
     began = time.perf_counter()
-    with no_gc():  # as `agree_layout` does
-        gathered = [pickle.loads(s) for s in sent]
-        tasks, head = assign([g[0] for g in gathered], [g[1] for g in gathered], paths)
+    with no_gc():  # as `agree` does
+        tasks, head = assign([pickle.loads(s) for s in sent])
     tasks_sent = [pickle.dumps(t, protocol=4) for t in tasks]
-    files = plan_rank_files(0, [gathered[0][0][i] for i in tasks[0].shards])
+    files = plan_rank_files(0, [infos[i] for i in tasks[0].shards])
     planned = time.perf_counter() - began
-    names = RankNames(gathered[0][0], ("step",), ("step",), paths)
     layout = SaveLayout(
         names, tasks[0], files, head, ReplicaProof(tasks[0].replicas, names.infos, Proof.TRUST)
     )
-    shares = {info.fqn: 1 for info in gathered[0][0]}
+    shares = {info.fqn: 1 for info in infos}
     parts = [
         [RankFile(f"__{r}_0.distcp", 1000, 1, (), ((900, 100),) if r == 0 else (), {})]
         for r in range(num_ranks)

@@ -11,12 +11,14 @@ that it wrote.
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpt_tools.core.box import Box
+from ckpt_tools.core.chunk_table import ChunkTable
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats.pickle.load import load_pickle, short_repr
@@ -378,6 +380,10 @@ class _Emitter:
             self.once(("file", value), bytes)
         self.put(known or b"\x94")
 
+    def known_file(self, value: str) -> bytes:
+        """Returns the opcodes that push a file's name again."""
+        return self._memo["file", value]
+
     def filled(self, name: Callable[[str], str]) -> bytes:
         """Returns all opcodes, with the final names of files."""
         at, done = 0, []
@@ -412,8 +418,14 @@ class Template:
     the absolute path on the training host there, which should stay private.
     """
 
-    def __init__(self, metadata: Metadata) -> None:
-        """Renders all parts that stay the same; `metadata.places` may lack those of objects."""
+    def __init__(self, metadata: Metadata, tables: Mapping[str, ChunkTable] | None = None) -> None:
+        """Renders all parts that stay the same.
+
+        Args:
+            metadata: its `places` may lack those of objects.
+            tables: the chunks of tensors that have very many, in place of boxes and places.
+        """
+        tables = tables or {}
         out = _Emitter()
         out.put(
             b"\x80\x04"
@@ -424,7 +436,7 @@ class Template:
         )
         for fqn, tensor in metadata.tensors.items():
             out.put(out.name(fqn))
-            _emit_tensor(out, tensor)
+            _emit_tensor(out, tensor, tables.get(fqn))
         for fqn in metadata.objects:
             out.put(out.name(fqn) + out.new(METADATA, "BytesStorageMetadata"))
         out.put(b"u" + out.name("planner_data") + b"}(")
@@ -432,13 +444,18 @@ class Template:
             keys = b"".join(out.name(k) if isinstance(k, str) else integer(k) for k in path)
             out.put(out.name(fqn) + b"(" + keys + b"t")
         out.put(b"u" + out.name("storage_data") + b"}(")
-        numbers = {
-            fqn: {box.offsets: i for i, box in enumerate(t.boxes)}
-            for fqn, t in metadata.tensors.items()
-        }
+        placed: dict[str, dict[tuple[int, ...], ItemLocation]] = {}
         for (fqn, offset), place in metadata.places.items():
             if offset is not None:
-                _emit_place(out, fqn, offset, numbers[fqn][offset], place)
+                placed.setdefault(fqn, {})[offset] = place
+        alike: dict[bytes, tuple[list[bytes], list[bytes]]] = {}
+        for fqn, tensor in metadata.tensors.items():
+            if fqn in tables:
+                _emit_table(out, fqn, tables[fqn], alike)
+                continue
+            numbers = {box.offsets: i for i, box in enumerate(tensor.boxes)}
+            for offset, place in placed.get(fqn, {}).items():
+                _emit_place(out, fqn, offset, numbers[offset], place)
         self._memo, ends = out.memo, [number for number, _ in out.files]
         # one part before each name, and one after it
         self._files = [(2 * i + 1, value) for i, (_, value) in enumerate(out.files)]
@@ -478,7 +495,7 @@ def render(metadata: Metadata, save_id: str) -> bytes:
     )
 
 
-def _emit_tensor(out: _Emitter, tensor: TensorMeta) -> None:
+def _emit_tensor(out: _Emitter, tensor: TensorMeta, table: ChunkTable | None) -> None:
     out.put(
         out.new(METADATA, "TensorStorageMetadata")
         + b"}("
@@ -502,7 +519,12 @@ def _emit_tensor(out: _Emitter, tensor: TensorMeta) -> None:
     )
     out.put(out.name("size") + out.size(tensor.shape) + out.name("chunks") + b"](")
     # most tensors of a model are cut like another one
-    out.put(out.reused(("boxes", *tensor.boxes), lambda: _chunks(out, tensor.boxes)) + b"eub")
+    if table is None:
+        chunks = out.reused(("boxes", *tensor.boxes), lambda: _chunks(out, tensor.boxes))
+    else:
+        key = ("boxes", table.offsets.tobytes(), table.sizes.tobytes())
+        chunks = out.reused(key, lambda: _chunks(out, (chunk.box for chunk in table)))
+    out.put(chunks + b"eub")
 
 
 def _chunks(out: _Emitter, boxes: Iterable[Box]) -> bytes:
@@ -516,27 +538,67 @@ def _chunks(out: _Emitter, boxes: Iterable[Box]) -> bytes:
     return b"".join(parts)
 
 
+def _emit_table(
+    out: _Emitter,
+    fqn: str,
+    table: ChunkTable,
+    alike: dict[bytes, tuple[list[bytes], list[bytes]]],
+) -> None:
+    """Puts the places of a tensor's chunks. Most tensors differ in name and starts only.
+
+    `alike` has the opcodes before and behind the starts, of tensors that were put before.
+    """
+    key = b"".join(a.tobytes() for a in (table.offsets, table.files, table.nbytes))
+    if key not in alike:
+        before, behind = [], []
+        for number, (box, at) in enumerate(table):
+            _emit_place(out, fqn, box.offsets, number, ItemLocation(at.file, at.start, at.nbytes))
+            before.append(_number(out, number, box.offsets) + _info(out) + out.known_file(at.file))
+            before[-1] += _start(out)
+            behind.append(_end(out, at.nbytes))
+        alike[key] = before, behind
+        return
+    before, behind = alike[key]
+    starts = map(_common, table.starts.tolist())
+    rows = zip([_index(out, fqn)] * len(table), before, starts, behind, strict=True)
+    out.put(b"".join(itertools.chain.from_iterable(rows)))
+
+
 def _emit_place(
     out: _Emitter, fqn: str, offset: tuple[int, ...] | None, number: int | None, place: ItemLocation
 ) -> None:
-    head = out.reused(
+    head = _index(out, fqn)
+    if offset is not None and number is not None:
+        head += _number(out, number, offset)
+    out.put(head + _info(out))
+    out.file(place.file)
+    out.put(_start(out) + integer(place.start) + _end(out, place.nbytes))
+
+
+def _index(out: _Emitter, fqn: str) -> bytes:
+    return out.reused(
         ("index", fqn),
         lambda: out.new(METADATA, "MetadataIndex") + b"}(" + out.name("fqn") + out.name(fqn),
     )
-    if offset is not None and number is not None:
-        head += out.reused(
-            (number, offset),
-            lambda: out.name("index") + _common(number) + out.name("offset") + out.size(offset),
-        )
-    out.put(
-        head
-        + out.reused(
-            "info",
-            lambda: b"ub" + out.new(FILESYSTEM, "_StorageInfo") + b"}(" + out.name("relative_path"),
-        )
+
+
+def _number(out: _Emitter, number: int, offset: tuple[int, ...]) -> bytes:
+    return out.reused(
+        (number, offset),
+        lambda: out.name("index") + _common(number) + out.name("offset") + out.size(offset),
     )
-    out.file(place.file)
-    start = out.reused("offset", lambda: out.name("offset")) + integer(place.start)
-    out.put(
-        start + out.reused("length", lambda: out.name("length")) + _common(place.nbytes) + b"ub"
+
+
+def _info(out: _Emitter) -> bytes:
+    return out.reused(
+        "info",
+        lambda: b"ub" + out.new(FILESYSTEM, "_StorageInfo") + b"}(" + out.name("relative_path"),
     )
+
+
+def _start(out: _Emitter) -> bytes:
+    return out.reused("offset", lambda: out.name("offset"))
+
+
+def _end(out: _Emitter, nbytes: int) -> bytes:
+    return out.reused("length", lambda: out.name("length")) + _common(nbytes) + b"ub"

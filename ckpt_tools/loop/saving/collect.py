@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_tools.core.laps import Laps
+from ckpt_tools.loop.saving.agreement import RankNames
 from ckpt_tools.loop.saving.frozen import FrozenShards
 from ckpt_tools.loop.saving.replicas import Proof
-from ckpt_tools.loop.saving.save import RankNames, SaveExtras, SaveLayout, agree_layout, extras_of
+from ckpt_tools.loop.saving.save import SaveExtras, SaveLayout, agree_layout, extras_of
 from ckpt_tools.loop.state.optimizers import StateOwners
 from ckpt_tools.loop.state.pack_objects import checksums, pack_objects, refuse_conflicts
 from ckpt_tools.loop.state.shard_info import shard_infos

@@ -1,0 +1,156 @@
+"""The agreement of a save on columns equals that on one object for each shard of each rank."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from ckpt_tools.core.box import Box
+from ckpt_tools.errors import CheckpointError
+from ckpt_tools.formats.dcp.metadata import ItemLocation
+from ckpt_tools.loop.saving.agreement import MetadataHead, RankNames, WriteTask, assign, described
+from ckpt_tools.loop.state.shard_info import ReplicaKind, ShardInfo
+from tests.loop.plain_agreement import agreed
+
+DTYPES = ("float32", "bfloat16", "int64", "uint8", "float8_e4m3fn")
+
+
+def split(length: int, parts: int) -> list[tuple[int, int]]:
+    """Returns begin and length of each part, as FSDP2 cuts: the last parts may be empty."""
+    step = -(-length // parts)
+    lows = [min(length, n * step) for n in range(parts)]
+    return [(low, min(length, low + step) - low) for low in lows]
+
+
+def cut(dice: random.Random, shape: tuple[int, ...], ranks: int) -> list[Box]:
+    """Returns the box of each rank: shards, copies, or groups of ranks that hold the same shards."""
+    whole = Box((0,) * len(shape), shape)
+    if not shape or dice.random() < 0.2:
+        return [whole] * ranks
+    dim = dice.randrange(len(shape))
+    groups = dice.choice([n for n in range(1, ranks + 1) if ranks % n == 0])
+    parts = split(shape[dim], ranks // groups)
+    boxes = []
+    for rank in range(ranks):
+        low, length = parts[rank % len(parts)]
+        offsets, sizes = [0] * len(shape), [*shape]
+        offsets[dim], sizes[dim] = low, length
+        boxes.append(Box(tuple(offsets), tuple(sizes)))
+    return boxes
+
+
+def job(dice: random.Random, ranks: int) -> list[RankNames]:
+    """Returns the names of all ranks of a random job."""
+    shapes = [tuple(dice.choice([0, 1, 3, 8, 33]) for _ in range(dice.randrange(5))) for _ in "abc"]
+    names = [f"model.{n}.w" for n in range(dice.randrange(1, 12))]
+    infos: list[list[ShardInfo]] = [[] for _ in range(ranks)]
+    kinds: dict[str, ReplicaKind] = {}
+    last: tuple[str, str, tuple[int, ...], list[Box]] | None = None
+    for fqn in names:
+        shape, dtype = dice.choice(shapes), dice.choice(DTYPES)
+        boxes, alias = cut(dice, shape, ranks), ""
+        if last is not None and dice.random() < 0.2:  # tied weights
+            alias, dtype, shape, boxes = last
+        frozen = dice.random() < 0.3
+        if dice.random() < 0.3:
+            kinds[fqn] = dice.choice([*ReplicaKind])
+        untied = dice.randrange(ranks) if dice.random() < 0.1 else -1
+        for rank, box in enumerate(boxes):
+            tie = "" if rank == untied else alias
+            infos[rank].append(ShardInfo(fqn, dtype, shape, box, tie, frozen))
+        last = (alias or fqn, dtype, shape, boxes)
+    values = tuple(f"optimizer.{n}" for n in range(dice.randrange(3)))
+    found = []
+    for rank, mine in enumerate(infos):
+        objects = (
+            *(values if rank == 0 else ()),
+            *(f"rng.{rank}.{n}" for n in range(dice.randrange(3))),
+        )
+        paths = [(info.fqn, tuple(info.fqn.split("."))) for info in mine]
+        paths += [(fqn, ("rng", rank, fqn)) for fqn in objects]
+        if dice.random() < 0.3:
+            dice.shuffle(paths)
+        some = {f: k for f, k in kinds.items() if dice.random() < 0.9}
+        found.append(RankNames(tuple(mine), objects, values, dict(paths), some))
+    return found
+
+
+def spoil(dice: random.Random, names: list[RankNames]) -> None:
+    """Changes one rank's names so that ranks disagree, mostly."""
+    rank = dice.randrange(len(names))
+    one = names[rank]
+    at = dice.randrange(len(one.infos))
+    info = one.infos[at]
+    kind = dice.randrange(6)
+    if kind == 0:
+        info = info._replace(dtype=dice.choice(DTYPES))
+    elif kind == 1 and not any(other.alias for other in one.infos):
+        info = info._replace(
+            shape=(*info.shape, 2), box=Box((*info.box.offsets, 0), (*info.box.sizes, 2))
+        )
+    elif kind == 2 and info.shape:
+        info = info._replace(
+            box=Box(info.box.offsets, (info.box.sizes[0] // 2, *info.box.sizes[1:]))
+        )
+    elif kind == 3:
+        names[rank] = one._replace(values=(*one.values, "more"))
+        return
+    elif kind == 4:
+        paths = dict(one.paths)
+        paths.pop(info.fqn)
+        names[rank] = one._replace(paths=paths)
+        return
+    else:
+        names[rank] = one._replace(infos=one.infos[:at] + one.infos[at + 1 :])
+        return
+    names[rank] = one._replace(infos=(*one.infos[:at], info, *one.infos[at + 1 :]))
+
+
+def outcome(
+    work: Callable[[Any, bool], tuple[list[WriteTask], MetadataHead]], given: Any, differ: bool
+) -> Sequence[object]:
+    try:
+        tasks, head = work(given, differ)
+    except CheckpointError as error:
+        return type(error), str(error), error.hint
+    places = {
+        name: ItemLocation("__0_0.distcp", 10**n, n)
+        for n, names in enumerate(head.objects)
+        for name in names
+    }
+    index = head.template.render(places, "id", lambda file: f"x{file}")
+    return tasks, index, head.tensors, dict(head.aliases), head.objects
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6, 16, 40])
+def test_the_same_is_agreed_as_on_objects(ranks: int) -> None:
+    refused = 0
+    for seed in range(120 if ranks < 16 else 40):
+        dice = random.Random(seed)
+        names = job(dice, ranks)
+        if seed % 3 == 2:
+            spoil(dice, names)
+        differ = dice.random() < 0.5
+        expected = outcome(agreed, names, differ)
+        got = outcome(assign, [described(one) for one in names], differ)
+        assert got == expected, seed
+        refused += isinstance(expected[0], type)
+    assert refused > 2
+
+
+def test_equal_names_are_described_by_equal_bytes() -> None:
+    """So rank 0 reads them once, wherever their strings and tuples come from."""
+    names = job(random.Random(1), 1)[0]
+    copied = RankNames(
+        tuple(
+            ShardInfo(
+                f"{i.fqn} "[:-1], f"{i.dtype} "[:-1], (*[*i.shape],), i.box, i.alias, i.is_frozen
+            )
+            for i in names.infos
+        ),
+        *names[1:],
+    )
+    assert described(copied) == described(names)
