@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from ckpt_tools.core.box import Box
 from ckpt_tools.core.memory import no_gc
 from ckpt_tools.formats.dcp.metadata import ItemLocation
-from ckpt_tools.loop.saving.agreement import RankDescription, RankNames, assign, described
+from ckpt_tools.loop.saving.agreement import assign
+from ckpt_tools.loop.saving.description import RankDescription, RankNames, described
 from ckpt_tools.loop.saving.replicas import Proof, ReplicaProof
 from ckpt_tools.loop.saving.save import SaveLayout, _fingerprints, _seal
 from ckpt_tools.loop.saving.write import RankFile, ShardInfo, commit, describe, plan_rank_files

@@ -14,7 +14,8 @@ from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, Template, TensorMeta
-from ckpt_tools.loop.saving.agreement import MetadataHead, RankNames, WriteTask
+from ckpt_tools.loop.saving.agreement import MetadataHead, WriteTask
+from ckpt_tools.loop.saving.description import RankNames
 from ckpt_tools.loop.saving.replicas import replica_tasks
 from ckpt_tools.loop.saving.write import numbers_by_file
 from ckpt_tools.loop.state.shard_info import ReplicaKind, ShardInfo

@@ -11,7 +11,8 @@ import pytest
 from ckpt_tools.core.box import Box
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.dcp.metadata import ItemLocation
-from ckpt_tools.loop.saving.agreement import MetadataHead, RankNames, WriteTask, assign, described
+from ckpt_tools.loop.saving.agreement import MetadataHead, WriteTask, assign
+from ckpt_tools.loop.saving.description import RankNames, described
 from ckpt_tools.loop.state.shard_info import ReplicaKind, ShardInfo
 from tests.loop.plain_agreement import agreed
 

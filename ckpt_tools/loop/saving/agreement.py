@@ -1,23 +1,21 @@
 """Agrees on the layout of a save: which rank writes which shard, and what `.metadata` says of it.
 
-Each rank sends a `RankDescription`. Its first part is the same on most ranks of a job, so rank 0
-reads it once. Boxes are arrays. Rank 0 works on columns with one row for each shard of each rank,
-because a job of a thousand ranks has millions of them.
+Each rank sends a `RankDescription` to rank 0, which decides. It works on columns with one row for
+each shard of each rank, because a job of a thousand ranks has millions of them.
 """
 
 from __future__ import annotations
 
-import marshal
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt_tools.core.box import Box
-from ckpt_tools.core.catalog import TORCH_ZIP, Catalog, ChunkList, TensorEntry
+from ckpt_tools.core.catalog import TORCH_ZIP, Catalog, Chunk, ChunkList, Extent, TensorEntry
 from ckpt_tools.core.chunk_table import ChunkTable, Ints
 from ckpt_tools.core.coverage import check
 from ckpt_tools.core.dtypes import BY_NAME
@@ -25,15 +23,14 @@ from ckpt_tools.core.memory import no_gc
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, Template, TensorMeta
+from ckpt_tools.loop.saving.description import JobNames, RankDescription, RankNames, described
 from ckpt_tools.loop.saving.replicas import ReplicaTask, replica_tasks
-from ckpt_tools.loop.state.shard_info import ReplicaKind, ShardInfo
+from ckpt_tools.loop.state.shard_info import ReplicaKind
 from ckpt_tools.publish.manifest import SealedTensor
 from ckpt_tools.ranks.gloo import GlooGroup
 
 _WHAT = "agree on the layout"
-_LEVEL = 1  # of zlib: names repeat, and boxes are mostly zeros
 _FEW = 16  # chunks of a tensor that are kept as objects, because those cost less to query
-_MARSHAL = 2  # the last version whose bytes depend on values alone, and not on shared references
 
 
 class WriteTask(NamedTuple):
@@ -62,101 +59,6 @@ class MetadataHead(NamedTuple):
     tensors: tuple[tuple[str, SealedTensor], ...]
     aliases: Mapping[str, str]
     objects: tuple[tuple[str, ...], ...]
-
-
-class RankNames(NamedTuple):
-    """The names in one rank's state.
-
-    Attributes:
-        infos: its shards.
-        objects: the objects that it writes.
-        values: all values that are not tensors. Rank 0 writes those that are not per rank.
-        paths: the path of keys to every name.
-        kinds: of tensors for which a difference between ranks is not just an error.
-    """
-
-    infos: tuple[ShardInfo, ...]
-    objects: tuple[str, ...]
-    values: tuple[str, ...]
-    paths: Mapping[str, tuple[str | int, ...]]
-    kinds: Mapping[str, ReplicaKind] = {}
-
-
-class RankDescription(NamedTuple):
-    """The names and shards of one rank, as rank 0 gets them.
-
-    Attributes:
-        common: a compressed `_Common`. It depends on values alone, so equal names give equal bytes.
-        boxes: offsets and sizes of each shard, `[shards, 2, dims]` int64, compressed. Missing dims
-            have offset 0 and size 1.
-        objects: the objects that this rank writes.
-        paths: of these objects: position among all paths of this rank, name, keys.
-    """
-
-    common: bytes
-    boxes: bytes
-    objects: tuple[str, ...]
-    paths: tuple[tuple[int, str, tuple[str | int, ...]], ...]
-
-
-class _Common(NamedTuple):
-    """The part of a description that many ranks share. One item per shard, but for the last three.
-
-    `paths` are those of other names than the rank's own objects.
-    """
-
-    fqns: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    aliases: tuple[str, ...]
-    frozen: tuple[bool, ...]
-    kinds: tuple[tuple[str, str], ...]
-    values: tuple[str, ...]
-    paths: tuple[tuple[str, tuple[str | int, ...]], ...]
-
-    @property
-    def num_dims(self) -> int:
-        """Returns the width of the boxes: the dims of the tensor that has most."""
-        return max(map(len, self.shapes), default=0)
-
-
-def described(names: RankNames) -> RankDescription:
-    """Returns the description of a rank."""
-    own = {*names.objects}
-    infos = names.infos
-    common = _Common(
-        tuple(str(info.fqn) for info in infos),
-        tuple(info.dtype for info in infos),
-        tuple(tuple(info.shape) for info in infos),
-        tuple(str(info.alias) for info in infos),
-        tuple(info.is_frozen for info in infos),
-        tuple((str(fqn), kind.value) for fqn, kind in names.kinds.items()),
-        tuple(map(str, names.values)),
-        tuple((str(fqn), _keys(path)) for fqn, path in names.paths.items() if fqn not in own),
-    )
-    width = common.num_dims
-    zeros, ones = (0,) * width, (1,) * width
-    boxes: Ints = np.array(
-        [
-            ((*offsets, *zeros[len(offsets) :]), (*sizes, *ones[len(sizes) :]))
-            for offsets, sizes in (info.box for info in infos)
-        ],
-        np.int64,
-    )
-    return RankDescription(
-        zlib.compress(marshal.dumps(tuple(common), _MARSHAL), _LEVEL),
-        zlib.compress(boxes.tobytes(), _LEVEL),
-        names.objects,
-        tuple(
-            (at, fqn, _keys(path))
-            for at, (fqn, path) in enumerate(names.paths.items())
-            if fqn in own
-        ),
-    )
-
-
-def _keys(path: Sequence[str | int]) -> tuple[str | int, ...]:
-    return tuple(str(key) if isinstance(key, str) else int(key) for key in path)
 
 
 def agree(
@@ -201,7 +103,7 @@ def assign(
     Raises:
         PlanError, CatalogError: ranks disagree about a tensor, or the shards do not cover it.
     """
-    job = _Job(gathered)
+    job = JobNames(gathered)
     job.check_values()
     if not names_differ:
         job.check_tensors()
@@ -226,159 +128,6 @@ def assign(
     return tasks, _head(job, rows, held, written, aliases, [g.objects for g in gathered])
 
 
-@dataclass(slots=True)
-class _Group:
-    """Ranks with the same common part: the part, the lowest and the highest of these ranks."""
-
-    common: _Common
-    first: int
-    last: int
-
-
-class _Job:
-    """The names of all ranks."""
-
-    def __init__(self, gathered: Sequence[RankDescription]) -> None:
-        """Reads each different common part once.
-
-        Raises:
-            PlanError: two ranks give a tensor different types or shapes.
-        """
-        found: dict[bytes, _Group] = {}
-        for rank, one in enumerate(gathered):
-            if one.common not in found:
-                common = _Common(*marshal.loads(zlib.decompress(one.common)))  # noqa: S302  # from this job
-                found[one.common] = _Group(common, rank, rank)
-            found[one.common].last = rank
-        self.groups = [*found.values()]
-        number = {common: at for at, common in enumerate(found)}
-        self.group_of = [number[one.common] for one in gathered]
-        known: dict[str, tuple[str, tuple[int, ...], int]] = {}
-        for group in self.groups:
-            part = group.common
-            for fqn, dtype, shape in zip(part.fqns, part.dtypes, part.shapes, strict=True):
-                before = known.setdefault(fqn, (dtype, shape, group.first))
-                if before[:2] != (dtype, shape):
-                    raise PlanError(
-                        f"ranks disagree about {printable(fqn)!r}: rank {before[2]} has {before[0]}"
-                        f" {list(before[1])}, rank {group.first} has {dtype} {list(shape)}"
-                    )
-        self.fqns = [*known]
-        self.tensor_of = {fqn: at for at, fqn in enumerate(known)}
-        self.dtypes = [dtype for dtype, _, _ in known.values()]
-        self.shapes = [shape for _, shape, _ in known.values()]
-        self.paths = _joined_paths(gathered, self.groups, self.group_of)
-
-    def check_values(self) -> None:
-        """Refuses states in which the names of the values differ between ranks.
-
-        Only rank 0's values would be stored, and no rank could load the others.
-
-        Raises:
-            PlanError: with the first name that differs.
-        """
-        values = {*self.groups[0].common.values}
-        for group in self.groups:
-            mine = {*group.common.values}
-            differing = sorted(values ^ mine) or sorted(self.tensor_of.keys() & mine)
-            if differing:
-                name = differing[0]
-                holder = 0 if name in values else group.first
-                who = (
-                    "a tensor on one rank and a value on another"
-                    if name in self.tensor_of
-                    else f"in the state of rank {holder} only"
-                )
-                raise PlanError(
-                    f"the states of rank 0 and rank {group.first} differ: {printable(name)!r} is"
-                    f" {who}",
-                    hint=(
-                        "give every rank the same keys; a value of which each rank has its own goes"
-                        " into a PerRank"
-                    ),
-                )
-
-    def check_tensors(self) -> None:
-        """Refuses states in which the names of the tensors differ between ranks.
-
-        Raises:
-            PlanError: with the first name that differs.
-        """
-        names = {fqn for fqn, _ in self.groups[0].common.paths}
-        for group in self.groups:
-            mine = {fqn for fqn, _ in group.common.paths}
-            if mine != names:
-                name = min(mine ^ names)
-                raise PlanError(
-                    f"the states of rank 0 and rank {group.first} differ: the tensor"
-                    f" {printable(name)!r} is in the state of rank"
-                    f" {0 if name in names else group.first} only",
-                    hint="give every rank the same keys; stages of a pipeline pass"
-                    " names_differ=True",
-                )
-
-    def kinds(self) -> dict[str, ReplicaKind]:
-        """Returns what a difference means, where it is not just an error on any rank."""
-        told = [dict(group.common.kinds) for group in self.groups]
-        strict = {
-            fqn
-            for group, kinds in zip(self.groups, told, strict=True)
-            for fqn in group.common.fqns
-            if fqn not in kinds
-        }
-        in_order = sorted(zip(self.groups, told, strict=True), key=lambda pair: pair[0].last)
-        found = {fqn: ReplicaKind(kind) for _, kinds in in_order for fqn, kind in kinds.items()}
-        return {
-            f: kind for f, kind in found.items() if kind is ReplicaKind.LOCAL or f not in strict
-        }
-
-    def aliases(self, has_elements: Sequence[npt.NDArray[np.bool_]]) -> dict[str, str]:
-        """Returns the tensors that are tied to one other tensor on every rank that has elements.
-
-        Args:
-            has_elements: for each group, whether a rank of it has elements of each shard.
-        """
-        partners: dict[str, set[str]] = {}
-        untied = set[str]()
-        for group, some in zip(self.groups, has_elements, strict=True):
-            part = group.common
-            for fqn, alias, has in zip(part.fqns, part.aliases, some.tolist(), strict=True):
-                if has and alias:
-                    partners.setdefault(fqn, set()).add(alias)
-                elif has:
-                    untied.add(fqn)
-        return {
-            fqn: next(iter(found))
-            for fqn, found in partners.items()
-            if len(found) == 1 and fqn not in untied
-        }
-
-
-def _joined_paths(
-    gathered: Sequence[RankDescription], groups: Sequence[_Group], group_of: Sequence[int]
-) -> dict[str, tuple[str | int, ...]]:
-    """Returns the paths of all ranks, as if each rank's replaced those of the next one."""
-    order: dict[str, None] = {}
-    seen = set[int]()
-    for one, number in zip(reversed(gathered), reversed(group_of), strict=True):
-        if number in seen:  # only the rank's own objects can be new
-            order.update(dict.fromkeys(fqn for _, fqn, _ in one.paths))
-            continue
-        seen.add(number)
-        names = [fqn for fqn, _ in groups[number].common.paths]
-        for at, fqn, _ in one.paths:
-            names.insert(at, fqn)
-        order.update(dict.fromkeys(names))
-    keys: dict[str, tuple[str | int, ...]] = {}
-    for rank, (one, number) in enumerate(zip(gathered, group_of, strict=True)):
-        if groups[number].first == rank:
-            for fqn, path in groups[number].common.paths:
-                keys.setdefault(fqn, path)
-        for _, fqn, path in one.paths:
-            keys.setdefault(fqn, path)
-    return {fqn: keys[fqn] for fqn in order}
-
-
 class _Rows:
     """The shards of all ranks: first those of rank 0, in its order.
 
@@ -390,7 +139,7 @@ class _Rows:
         has_elements: for each group of ranks, whether one has elements of each shard.
     """
 
-    def __init__(self, job: _Job, gathered: Sequence[RankDescription]) -> None:
+    def __init__(self, job: JobNames, gathered: Sequence[RankDescription]) -> None:
         parts = [group.common for group in job.groups]
         width = max((part.num_dims for part in parts), default=0)
         counts = [len(parts[number].fqns) for number in job.group_of]
@@ -439,7 +188,7 @@ class _Held:
         is_holder: `[n]`, in this order: this row can write the chunk.
     """
 
-    def __init__(self, job: _Job, rows: _Rows) -> None:
+    def __init__(self, job: JobNames, rows: _Rows) -> None:
         """Groups the rows.
 
         Raises:
@@ -521,7 +270,7 @@ class _Held:
 
 
 def _head(
-    job: _Job,
+    job: JobNames,
     rows: _Rows,
     held: _Held,
     written: Ints,
@@ -533,33 +282,28 @@ def _head(
     is_written = np.zeros(len(rows.tensor), bool)
     is_written[written] = True
     chunks = held.order[is_written[held.order]]  # by tensor and offset
-    cuts = np.searchsorted(rows.tensor[chunks], np.arange(len(job.fqns) + 1))
+    all_chunks = ChunkTable(
+        rows.offsets[chunks],
+        rows.sizes[chunks],
+        names,
+        file[chunks],
+        start[chunks],
+        nbytes[chunks],
+        TORCH_ZIP,
+    )
+    found = _by_tensor(job, rows.tensor[chunks], all_chunks)
     metadata, entries = Metadata(paths=dict(job.paths)), dict[str, TensorEntry]()
     tables = dict[str, ChunkTable]()
     for fqn, dtype, shape in zip(job.fqns, job.dtypes, job.shapes, strict=True):
-        at = job.tensor_of[aliases.get(fqn, fqn)]
-        mine, dims = chunks[cuts[at] : cuts[at + 1]], len(shape)
-        table = ChunkTable(
-            rows.offsets[mine, :dims],
-            rows.sizes[mine, :dims],
-            names,
-            file[mine],
-            start[mine],
-            nbytes[mine],
-            TORCH_ZIP,
-        )
-        if len(table) < _FEW:
-            few = ChunkList(table)
-            metadata.places.update(
-                ((fqn, c.box.offsets), ItemLocation(c.extent.file, c.extent.start, c.extent.nbytes))
-                for c in few
-            )
-            metadata.tensors[fqn] = TensorMeta(dtype, shape, [c.box for c in few])
-            entries[fqn] = TensorEntry(fqn, BY_NAME[dtype], shape, few)
-        else:
-            tables[fqn] = table
+        mine = found[job.tensor_of[aliases.get(fqn, fqn)]]
+        entries[fqn] = TensorEntry(fqn, BY_NAME[dtype], shape, mine)
+        if isinstance(mine, ChunkTable):
+            tables[fqn] = mine
             metadata.tensors[fqn] = TensorMeta(dtype, shape, ())
-            entries[fqn] = TensorEntry(fqn, BY_NAME[dtype], shape, table)
+            continue
+        metadata.tensors[fqn] = TensorMeta(dtype, shape, [box for box, _ in mine])
+        for box, at in mine:
+            metadata.places[fqn, box.offsets] = ItemLocation(at.file, at.start, at.nbytes)
     check(Catalog(dcp.NAME, entries, file_sizes=sizes))
     metadata.objects = [name for mine in objects for name in mine]
     sealed = tuple(
@@ -570,8 +314,52 @@ def _head(
     return MetadataHead(Template(metadata, tables), sealed, aliases, tuple(objects))
 
 
+def _by_tensor(
+    job: JobNames, tensor: npt.NDArray[np.int32], table: ChunkTable
+) -> list[ChunkList | ChunkTable]:
+    """Splits the chunks of all tensors, which are in order. Few are objects, many stay columns."""
+    cuts = np.searchsorted(tensor, np.arange(len(job.fqns) + 1))
+    counts = np.diff(cuts)
+    few = np.flatnonzero((counts < _FEW)[tensor])
+    rows = zip(
+        table.offsets[few].tolist(),
+        table.sizes[few].tolist(),
+        table.files[few].tolist(),
+        table.starts[few].tolist(),
+        table.nbytes[few].tolist(),
+        strict=True,
+    )
+    found: list[ChunkList | ChunkTable] = []
+    for shape, low, count in zip(job.shapes, cuts.tolist(), counts.tolist(), strict=False):
+        dims = len(shape)
+        if count < _FEW:
+            found.append(
+                ChunkList(
+                    Chunk(
+                        Box(tuple(offsets[:dims]), tuple(sizes[:dims])),
+                        Extent(table.names[file], start, nbytes, TORCH_ZIP),
+                    )
+                    for offsets, sizes, file, start, nbytes in islice(rows, count)
+                )
+            )
+        else:
+            at = slice(low, low + count)
+            found.append(
+                ChunkTable(
+                    np.ascontiguousarray(table.offsets[at, :dims]),
+                    np.ascontiguousarray(table.sizes[at, :dims]),
+                    table.names,
+                    table.files[at],
+                    table.starts[at],
+                    table.nbytes[at],
+                    TORCH_ZIP,
+                )
+            )
+    return found
+
+
 def _placed(
-    job: _Job, rows: _Rows, written: Ints
+    job: JobNames, rows: _Rows, written: Ints
 ) -> tuple[tuple[str, ...], dict[str, int], npt.NDArray[np.int32], Ints, Ints]:
     """Lays out the files of all ranks.
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_tools.core.laps import Laps
-from ckpt_tools.loop.saving.agreement import RankNames
+from ckpt_tools.loop.saving.description import RankNames
 from ckpt_tools.loop.saving.frozen import FrozenShards
 from ckpt_tools.loop.saving.replicas import Proof
 from ckpt_tools.loop.saving.save import SaveExtras, SaveLayout, agree_layout, extras_of

@@ -26,7 +26,8 @@ from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation
 from ckpt_tools.formats.registry import is_ours
-from ckpt_tools.loop.saving.agreement import MetadataHead, RankNames, WriteTask, agree
+from ckpt_tools.loop.saving.agreement import MetadataHead, WriteTask, agree
+from ckpt_tools.loop.saving.description import RankNames
 from ckpt_tools.loop.saving.frozen import Unchanged
 from ckpt_tools.loop.saving.replicas import Proof, ReplicaProof
 from ckpt_tools.loop.saving.write import (

@@ -1,0 +1,271 @@
+"""Describes the names and shards of each rank to rank 0, which joins them.
+
+The first part of a description is the same on most ranks of a job, so rank 0 reads it once. Boxes
+are arrays.
+"""
+
+from __future__ import annotations
+
+import marshal
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tools.core.chunk_table import Ints
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.loop.state.shard_info import ReplicaKind, ShardInfo
+
+_LEVEL = 1  # of zlib: names repeat, and boxes are mostly zeros
+_MARSHAL = 2  # the last version whose bytes depend on values alone, and not on shared references
+
+
+class RankNames(NamedTuple):
+    """The names in one rank's state.
+
+    Attributes:
+        infos: its shards.
+        objects: the objects that it writes.
+        values: all values that are not tensors. Rank 0 writes those that are not per rank.
+        paths: the path of keys to every name.
+        kinds: of tensors for which a difference between ranks is not just an error.
+    """
+
+    infos: tuple[ShardInfo, ...]
+    objects: tuple[str, ...]
+    values: tuple[str, ...]
+    paths: Mapping[str, tuple[str | int, ...]]
+    kinds: Mapping[str, ReplicaKind] = {}
+
+
+class RankDescription(NamedTuple):
+    """The names and shards of one rank, as rank 0 gets them.
+
+    Attributes:
+        common: a compressed `CommonNames`. It depends on values alone: equal names, equal bytes.
+        boxes: offsets and sizes of each shard, `[shards, 2, dims]` int64, compressed. Missing dims
+            have offset 0 and size 1.
+        objects: the objects that this rank writes.
+        paths: of these objects: position among all paths of this rank, name, keys.
+    """
+
+    common: bytes
+    boxes: bytes
+    objects: tuple[str, ...]
+    paths: tuple[tuple[int, str, tuple[str | int, ...]], ...]
+
+
+class CommonNames(NamedTuple):
+    """The part of a description that many ranks share. One item per shard, but for the last three.
+
+    `paths` are those of other names than the rank's own objects.
+    """
+
+    fqns: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    aliases: tuple[str, ...]
+    frozen: tuple[bool, ...]
+    kinds: tuple[tuple[str, str], ...]
+    values: tuple[str, ...]
+    paths: tuple[tuple[str, tuple[str | int, ...]], ...]
+
+    @property
+    def num_dims(self) -> int:
+        """Returns the width of the boxes: the dims of the tensor that has most."""
+        return max(map(len, self.shapes), default=0)
+
+
+def described(names: RankNames) -> RankDescription:
+    """Returns the description of a rank."""
+    own = {*names.objects}
+    infos = names.infos
+    common = CommonNames(
+        tuple(str(info.fqn) for info in infos),
+        tuple(info.dtype for info in infos),
+        tuple(tuple(info.shape) for info in infos),
+        tuple(str(info.alias) for info in infos),
+        tuple(info.is_frozen for info in infos),
+        tuple((str(fqn), kind.value) for fqn, kind in names.kinds.items()),
+        tuple(map(str, names.values)),
+        tuple((str(fqn), _keys(path)) for fqn, path in names.paths.items() if fqn not in own),
+    )
+    width = common.num_dims
+    zeros, ones = (0,) * width, (1,) * width
+    boxes: Ints = np.array(
+        [
+            ((*offsets, *zeros[len(offsets) :]), (*sizes, *ones[len(sizes) :]))
+            for offsets, sizes in (info.box for info in infos)
+        ],
+        np.int64,
+    )
+    return RankDescription(
+        zlib.compress(marshal.dumps(tuple(common), _MARSHAL), _LEVEL),
+        zlib.compress(boxes.tobytes(), _LEVEL),
+        names.objects,
+        tuple(
+            (at, fqn, _keys(path))
+            for at, (fqn, path) in enumerate(names.paths.items())
+            if fqn in own
+        ),
+    )
+
+
+def _keys(path: Sequence[str | int]) -> tuple[str | int, ...]:
+    return tuple(str(key) if isinstance(key, str) else int(key) for key in path)
+
+
+@dataclass(slots=True)
+class RankGroup:
+    """Ranks with the same common part: the part, the lowest and the highest of these ranks."""
+
+    common: CommonNames
+    first: int
+    last: int
+
+
+class JobNames:
+    """The names of all ranks."""
+
+    def __init__(self, gathered: Sequence[RankDescription]) -> None:
+        """Reads each different common part once.
+
+        Raises:
+            PlanError: two ranks give a tensor different types or shapes.
+        """
+        found: dict[bytes, RankGroup] = {}
+        for rank, one in enumerate(gathered):
+            if one.common not in found:
+                common = CommonNames(*marshal.loads(zlib.decompress(one.common)))  # noqa: S302  # from this job
+                found[one.common] = RankGroup(common, rank, rank)
+            found[one.common].last = rank
+        self.groups = [*found.values()]
+        number = {common: at for at, common in enumerate(found)}
+        self.group_of = [number[one.common] for one in gathered]
+        known: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        for group in self.groups:
+            part = group.common
+            for fqn, dtype, shape in zip(part.fqns, part.dtypes, part.shapes, strict=True):
+                before = known.setdefault(fqn, (dtype, shape, group.first))
+                if before[:2] != (dtype, shape):
+                    raise PlanError(
+                        f"ranks disagree about {printable(fqn)!r}: rank {before[2]} has {before[0]}"
+                        f" {list(before[1])}, rank {group.first} has {dtype} {list(shape)}"
+                    )
+        self.fqns = [*known]
+        self.tensor_of = {fqn: at for at, fqn in enumerate(known)}
+        self.dtypes = [dtype for dtype, _, _ in known.values()]
+        self.shapes = [shape for _, shape, _ in known.values()]
+        self.paths = _joined_paths(gathered, self.groups, self.group_of)
+
+    def check_values(self) -> None:
+        """Refuses states in which the names of the values differ between ranks.
+
+        Only rank 0's values would be stored, and no rank could load the others.
+
+        Raises:
+            PlanError: with the first name that differs.
+        """
+        values = {*self.groups[0].common.values}
+        for group in self.groups:
+            mine = {*group.common.values}
+            differing = sorted(values ^ mine) or sorted(self.tensor_of.keys() & mine)
+            if differing:
+                name = differing[0]
+                holder = 0 if name in values else group.first
+                who = (
+                    "a tensor on one rank and a value on another"
+                    if name in self.tensor_of
+                    else f"in the state of rank {holder} only"
+                )
+                raise PlanError(
+                    f"the states of rank 0 and rank {group.first} differ: {printable(name)!r} is"
+                    f" {who}",
+                    hint=(
+                        "give every rank the same keys; a value of which each rank has its own goes"
+                        " into a PerRank"
+                    ),
+                )
+
+    def check_tensors(self) -> None:
+        """Refuses states in which the names of the tensors differ between ranks.
+
+        Raises:
+            PlanError: with the first name that differs.
+        """
+        names = {fqn for fqn, _ in self.groups[0].common.paths}
+        for group in self.groups:
+            mine = {fqn for fqn, _ in group.common.paths}
+            if mine != names:
+                name = min(mine ^ names)
+                raise PlanError(
+                    f"the states of rank 0 and rank {group.first} differ: the tensor"
+                    f" {printable(name)!r} is in the state of rank"
+                    f" {0 if name in names else group.first} only",
+                    hint="give every rank the same keys; stages of a pipeline pass"
+                    " names_differ=True",
+                )
+
+    def kinds(self) -> dict[str, ReplicaKind]:
+        """Returns what a difference means, where it is not just an error on any rank."""
+        told = [dict(group.common.kinds) for group in self.groups]
+        strict = {
+            fqn
+            for group, kinds in zip(self.groups, told, strict=True)
+            for fqn in group.common.fqns
+            if fqn not in kinds
+        }
+        in_order = sorted(zip(self.groups, told, strict=True), key=lambda pair: pair[0].last)
+        found = {fqn: ReplicaKind(kind) for _, kinds in in_order for fqn, kind in kinds.items()}
+        return {
+            f: kind for f, kind in found.items() if kind is ReplicaKind.LOCAL or f not in strict
+        }
+
+    def aliases(self, has_elements: Sequence[npt.NDArray[np.bool_]]) -> dict[str, str]:
+        """Returns the tensors that are tied to one other tensor on every rank that has elements.
+
+        Args:
+            has_elements: for each group, whether a rank of it has elements of each shard.
+        """
+        partners: dict[str, set[str]] = {}
+        untied = set[str]()
+        for group, some in zip(self.groups, has_elements, strict=True):
+            part = group.common
+            for fqn, alias, has in zip(part.fqns, part.aliases, some.tolist(), strict=True):
+                if has and alias:
+                    partners.setdefault(fqn, set()).add(alias)
+                elif has:
+                    untied.add(fqn)
+        return {
+            fqn: next(iter(found))
+            for fqn, found in partners.items()
+            if len(found) == 1 and fqn not in untied
+        }
+
+
+def _joined_paths(
+    gathered: Sequence[RankDescription], groups: Sequence[RankGroup], group_of: Sequence[int]
+) -> dict[str, tuple[str | int, ...]]:
+    """Returns the paths of all ranks, as if each rank's replaced those of the next one."""
+    order: dict[str, None] = {}
+    seen = set[int]()
+    for one, number in zip(reversed(gathered), reversed(group_of), strict=True):
+        if number in seen:  # only the rank's own objects can be new
+            order.update(dict.fromkeys(fqn for _, fqn, _ in one.paths))
+            continue
+        seen.add(number)
+        names = [fqn for fqn, _ in groups[number].common.paths]
+        for at, fqn, _ in one.paths:
+            names.insert(at, fqn)
+        order.update(dict.fromkeys(names))
+    keys: dict[str, tuple[str | int, ...]] = {}
+    for rank, (one, number) in enumerate(zip(gathered, group_of, strict=True)):
+        if groups[number].first == rank:
+            for fqn, path in groups[number].common.paths:
+                keys.setdefault(fqn, path)
+        for _, fqn, path in one.paths:
+            keys.setdefault(fqn, path)
+    return {fqn: keys[fqn] for fqn in order}
