@@ -128,9 +128,12 @@ class RunListing:
     def _named(self) -> list[Step]:
         """Returns all folders with the name of a step that are shown as steps."""
         for _ in range(_LOOKS):
-            is_remote = any(store.capabilities.is_remote for _, store in self._folders)
-            with ThreadPoolExecutor(_LOOKERS if is_remote else 1, "ckpt-look") as pool:
-                found = [step for step in pool.map(self._look_at, self._folders) if step]
+            if any(store.capabilities.is_remote for _, store in self._folders):
+                with ThreadPoolExecutor(_LOOKERS, "ckpt-look") as pool:
+                    looks = [*pool.map(self._look_at, self._folders)]
+            else:
+                looks = [*map(self._look_at, self._folders)]
+            found = [step for step in looks if step]
             if found or not self._folders:
                 break
             self._list()  # a job has replaced all of them since the listing

@@ -132,7 +132,7 @@ def fault(step):
             env=environment(folder) | {"RAY_USAGE_STATS_ENABLED": "0"},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=1200,
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         assert f"ends with {folder}/storage/my-run/step-00000020" in done.stdout

@@ -15,15 +15,17 @@ import itertools
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tools.core.box import Box
-from ckpt_tools.core.chunk_table import ChunkTable
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats.pickle.load import load_pickle, short_repr
 from ckpt_tools.formats.pickle.plain_values import Inert
 from ckpt_tools.formats.pickle.write import integer
+
+if TYPE_CHECKING:
+    from ckpt_tools.core.chunk_table import ChunkTable
 
 METADATA = "torch.distributed.checkpoint.metadata"
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"

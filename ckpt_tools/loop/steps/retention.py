@@ -15,7 +15,6 @@ from typing import Any
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, StorageError, printable
 from ckpt_tools.formats.registry import is_ours
-from ckpt_tools.operations.thin import thin_steps
 from ckpt_tools.publish.step_names import number_in
 from ckpt_tools.run.base import RunRoot
 from ckpt_tools.run.reasons import MAX_NAMES, files_to_keep, reason_to_stay
@@ -131,17 +130,18 @@ def prune_steps(
     damaged: dict[str, str] = {}
 
     def needed_to_stay(steps: Sequence[Step]) -> Iterator[Step]:
-        gone = removable(steps, rules, kept)
+        gone = {str(step.path) for step in removable(steps, rules, kept)}
         if not gone or reads is False:
             return iter(())
-        stay = [step for step in steps if step.counts and step not in gone]
+        stay = [step for step in steps if step.counts and str(step.path) not in gone]
         beside = rules if reads else Retention(last=1)
         return (step for step, _ in beside.reasons_beside(stay))
 
     left = [step for step in steps if str(step.path) not in passed]
     sound = sound_steps(left, needed_to_stay, damaged, unreadable, jobs)
     to_remove = removable(sound, rules, kept)
-    if to_remove and reads is not False:  # reading takes long: a job may have gone back since
+    # reading takes long: a job may have gone back since
+    if to_remove and reads is not False and not dry_run:
         found = RunListing(root)
         steps = found.steps
         wrong = {*damaged, *unreadable}
@@ -239,6 +239,8 @@ def _thin(root: RunRoot, rules: Retention, kept: Iterable[Path | str], told: set
     """Thins old steps if the rules say so, logs the result, and returns whether it was possible."""
     if rules.full is None:
         return True
+    from ckpt_tools.operations.thin import thin_steps  # and the path of every write
+
     held = {str(path) for path in kept}
     options: Reading = {"storage_options": root.options, "jobs": 1}
     try:
