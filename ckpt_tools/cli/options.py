@@ -288,6 +288,15 @@ Quiet = Annotated[
 Json = Annotated[
     bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel="Output")
 ]
+Base = Annotated[
+    str | None,
+    typer.Option(
+        "--base",
+        metavar="DIR",
+        help="Compare names and shapes with the model in this Hugging Face directory.",
+        show_default=False,
+    ),
+]
 Root = Annotated[
     str,
     typer.Argument(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt_tools.cli.options import READS, Exclude, Select, Shared, Source, shares
+from ckpt_tools.cli.options import READS, Base, Exclude, Select, Shared, Source, shares
 from ckpt_tools.errors import (
     CheckpointError,
     IntegrityError,
@@ -83,19 +83,25 @@ def inspect(
     files: Annotated[
         bool, typer.Option("--files", help="Show which file, and so which rank, holds which chunk.")
     ] = False,
+    base: Base = None,
     *,
     shared: Shared,
 ) -> None:
-    """Show format, world size, tensors, bytes and objects of a checkpoint. Reads only metadata."""
+    """Show format, world size, tensors, bytes and objects of a checkpoint. Reads only metadata.
+
+    With --base, exit status 1 if names or shapes differ from those of the model.
+    """
     from ckpt_tools.cli import render
     from ckpt_tools.operations.inspect import inspect as operation
 
     with listed_if_several(src, shared):
-        report = operation(src, shared.storage_options, shared.shapes)
+        report = operation(src, shared.storage_options, shared.shapes, base)
     if shared.as_json:
         print(json.dumps(render.report_as_json(report)))
     else:
         render.show_report(report, tree=tree, files=files)
+    if report.presence is not None and not report.presence.is_complete:
+        raise typer.Exit(1)
 
 
 @shares(*READS)

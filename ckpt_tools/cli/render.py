@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.copy import CopyResult
     from ckpt_tools.operations.folder import Entry
     from ckpt_tools.operations.inspect import Report, Total
+    from ckpt_tools.operations.presence import Presence
     from ckpt_tools.operations.run_bytes import StepBytes
     from ckpt_tools.operations.thin import ThinResult
     from ckpt_tools.publish.base import Leftover
@@ -99,6 +100,19 @@ def show_report(report: Report, *, tree: bool, files: bool) -> None:
     if files:
         print()
         _show_files(report)
+    if report.presence is not None:
+        print()
+        _show_presence(report.presence)
+
+
+def _show_presence(presence: Presence) -> None:
+    kinds = {"hub": ", by the Hub's names", "transformers": ", by transformers' names in memory"}
+    kind = kinds.get(presence.naming, "")
+    print(f"compared with {printable(presence.base)} ({printable(presence.told_by)}){kind}")
+    if presence.is_complete:
+        print(f"  all {len(presence.expected):,} tensors of the model are present")
+    for line in presence.lines():
+        print(f"  {line}")
 
 
 def _weights_first(report: Report) -> Mapping[str, Total]:
@@ -284,6 +298,22 @@ def report_as_json(report: Report) -> dict[str, Any]:
         "objects": {
             fqn: {"file": o.extent.file, "nbytes": o.extent.nbytes}
             for fqn, o in catalog.objects.items()
+        },
+    } | ({"presence": _presence_as_json(report.presence)} if report.presence else {})
+
+
+def _presence_as_json(presence: Presence) -> dict[str, Any]:
+    return {
+        "base": presence.base,
+        "told_by": presence.told_by,
+        "naming": presence.naming,
+        "is_complete": presence.is_complete,
+        "num_expected": len(presence.expected),
+        "missing": presence.missing,
+        "unexpected": presence.unexpected,
+        "other_shapes": {
+            name: {"shape": got, "expected": wanted}
+            for name, (got, wanted) in presence.other_shapes.items()
         },
     }
 

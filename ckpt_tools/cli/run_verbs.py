@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt_tools.cli.completion import metrics
-from ckpt_tools.cli.options import Root, Shared, parse_period, shares
+from ckpt_tools.cli.options import Base, Root, Shared, parse_period, shares
 from ckpt_tools.cli.process import fail
 from ckpt_tools.errors import (
     IntegrityError,
@@ -449,6 +449,7 @@ def check(
             show_default=False,
         ),
     ] = None,
+    base: Base = None,
     *,
     shared: Shared,
 ) -> None:
@@ -466,6 +467,7 @@ def check(
         root,
         verify=verify,
         every=every,
+        base=base,
         jobs=shared.jobs,
         storage_options=shared.storage_options,
     )

@@ -5,6 +5,7 @@ It reads names, sizes and manifests. Only `verify` reads the data.
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ class RunProblem(NamedTuple):
     Attributes:
         step: the number of the step.
         kind: unreadable, incomplete, unsealed, salvaged, twice, damaged, missing, not finite,
-            unchanged, or jump.
+            unchanged, jump, or another model.
         text: the problem, for people.
     """
 
@@ -55,6 +56,7 @@ def check_run(
     *,
     verify: bool = False,
     every: int | None = None,
+    base: str | os.PathLike[str] | None = None,
     unchanged_steps: int = UNCHANGED_STEPS,
     jump: float = JUMP,
     jobs: int | None = None,
@@ -68,6 +70,8 @@ def check_run(
         root: directory of the run, a path or a URL.
         verify: also read every byte, and compare the checksums.
         every: the distance of steps; a missing one between the first and the last is a problem.
+        base: a local directory with a model's `config.json`. Names and shapes of the newest
+            complete step are compared with it.
         unchanged_steps: a trained tensor that is the same in so many steps in a row is a problem. A
             tensor counts as trained if the optimizer has a moment of it, as Adam and SGD with
             momentum do. Of other optimizers, it is a problem if all weights are the same.
@@ -84,6 +88,7 @@ def check_run(
         root,
         verify=verify,
         every=every,
+        base=base,
         unchanged_steps=unchanged_steps,
         jump=jump,
         jobs=jobs,
@@ -96,6 +101,7 @@ def check_steps(
     *,
     verify: bool,
     every: int | None,
+    base: str | os.PathLike[str] | None = None,
     unchanged_steps: int = UNCHANGED_STEPS,
     jump: float = JUMP,
     jobs: int | None = None,
@@ -115,7 +121,25 @@ def check_steps(
     if every is not None:
         found += _missing(steps, every)
     found += training_problems(steps, unchanged_steps, jump)
+    if base is not None:
+        found += _model_problems(steps, base, storage_options)
     return sorted(found, key=lambda problem: problem.step), steps
+
+
+def _model_problems(
+    steps: Sequence[Step],
+    base: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+) -> Iterator[RunProblem]:
+    """Yields how the newest complete step differs from the model of a configuration."""
+    from ckpt_tools.operations.inspect import inspect
+
+    newest = next((step for step in reversed(steps) if step.counts), None)
+    if newest is None:
+        return
+    presence = inspect(newest.path, storage_options, base=base).presence
+    for line in presence.lines() if presence is not None else ():
+        yield RunProblem(newest.number, "another model", line.strip())
 
 
 def training_problems(

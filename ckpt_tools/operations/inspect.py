@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tools.core.catalog import Catalog, other_names
 from ckpt_tools.core.naming import find_optimizers, is_optimizer_state, key_path
@@ -17,6 +17,9 @@ from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.folder import others_at
 from ckpt_tools.storage.base import Traffic
+
+if TYPE_CHECKING:
+    from ckpt_tools.operations.presence import Presence
 
 # the naming of Megatron-Core
 _KEY_FIRST = re.compile(r"\bstate\.(exp_avg|exp_avg_sq|fp32_param|momentum_buffer)\.")
@@ -55,6 +58,7 @@ class Report:
         total, by_dtype, by_key: sums, also per element type and per top-level key.
         optimizer_states: sums per name of an optimizer's state: `exp_avg`, `step`, ….
         files: every data file with its content.
+        presence: how it differs from the model of `base`; None without `base`.
     """
 
     path: str
@@ -67,6 +71,7 @@ class Report:
     by_key: Mapping[str, Total] = field(repr=False)
     optimizer_states: Mapping[str, Total] = field(repr=False)
     files: Sequence[FileReport] = field(repr=False)
+    presence: Presence | None = field(default=None, repr=False)
     traffic: Traffic | None = field(default=None, repr=False)
 
 
@@ -79,6 +84,7 @@ def inspect(
     src: str | os.PathLike[str],
     storage_options: Mapping[str, Any] | None = None,
     shapes: str | os.PathLike[str] | None = None,
+    base: str | os.PathLike[str] | None = None,
 ) -> Report:
     """Reads a checkpoint's metadata, checks that the structure is complete, and summarises it.
 
@@ -88,6 +94,7 @@ def inspect(
             configuration.
         shapes: a file with the parameters' shapes. FSDP1's flat parameters need it, because they
             lack shapes; see `lay_beside`.
+        base: a local directory with a model's `config.json`, to compare names and shapes with.
 
     Raises:
         CheckpointError: see the tree in `errors`.
@@ -96,6 +103,11 @@ def inspect(
     catalog = source.catalog
     check_needed(shapes, catalog)
     source.store.close()
+    presence = None
+    if base is not None:
+        from ckpt_tools.operations.presence import find_presence  # and the path of conversions
+
+        presence = find_presence(catalog, base)
     by_dtype: dict[str, Total] = {}
     by_key: dict[str, Total] = {}
     states: dict[str, Total] = {}
@@ -137,6 +149,7 @@ def inspect(
         by_key,
         states,
         _files(catalog, tied),
+        presence,
         source.store.traffic,
     )
 

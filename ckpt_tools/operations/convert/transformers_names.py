@@ -50,6 +50,9 @@ with torch.device("meta"):
 tensors = {
     n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in model.state_dict().items()
 }
+same = {}
+for n, t in model.state_dict(keep_vars=True).items():
+    same.setdefault(id(t), []).append(n)
 memory = {t.untyped_storage()._cdata: n for n, t in tensors.items()}
 joined, kept, aten = {}, [], torch.ops.aten
 dtypes = {t.untyped_storage()._cdata: t.dtype for t in tensors.values()}
@@ -110,6 +113,7 @@ print(json.dumps({
     "lost": lost,
     "unsure": unsure,
     "joined": joined,
+    "tied": [names for names in same.values() if len(names) > 1],
 }))
 """
 
@@ -124,6 +128,7 @@ class ModelNames:
         relations: between memory (left) and files (right), by the name in files.
         lost: tensors in files that are not made of elements of tensors in memory.
         unsure: tensors in memory that some files have transposed, under the same name.
+        tied: sets of names in memory that are one tensor.
     """
 
     release: str
@@ -132,6 +137,7 @@ class ModelNames:
     relations: Mapping[str, list[Relation]]
     lost: tuple[str, ...] = ()
     unsure: tuple[str, ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()
 
     def from_memory(self) -> dict[str, list[Relation]]:
         """Returns the relations of tensors that files have otherwise, by their names there."""
@@ -181,6 +187,7 @@ def ask_transformers(
         {name: relations_of(name, view, joined) for name, view in views.items()},
         tuple(told["lost"]),
         tuple(told["unsure"]),
+        tuple(map(tuple, told["tied"])),
     )
     return names, ""
 

@@ -1,0 +1,207 @@
+"""Compares the names and shapes of a checkpoint's model with those of a model's configuration.
+
+Experts that are missing, or were saved by other ranks, make no save and no conversion fail. The
+configuration tells how many there should be.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckpt_tools.core.catalog import Catalog
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.operations.convert.huggingface import read_config
+from ckpt_tools.operations.convert.model_names import shapes_in
+from ckpt_tools.operations.convert.transformers_names import HUB, MEMORY, ask_transformers
+from ckpt_tools.operations.merge_reshard import model_view
+
+Shape = tuple[int, ...]
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.")
+_FUSED = re.compile(r".*\bexperts\b")
+_MOST = 12  # patterns of names that are shown
+
+
+class _Expected(NamedTuple):
+    """The tensors that a model should have.
+
+    Attributes:
+        told_by: who says so.
+        namings: shapes by name, per naming.
+        tied: sets of names that are one tensor.
+    """
+
+    told_by: str
+    namings: Mapping[str, Mapping[str, Shape]]
+    tied: Sequence[Collection[str]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """What a checkpoint has of a model.
+
+    Attributes:
+        base: the model's directory.
+        told_by: the release of transformers that read the configuration, or the weights there.
+        naming: `hub`, `transformers` (its names in memory) or "" if both are the same.
+        expected: shape of every tensor of the model.
+        missing: names of the model that the checkpoint lacks.
+        unexpected: names of the checkpoint that the model does not have.
+        other_shapes: the checkpoint's shape and the model's, by name.
+    """
+
+    base: str
+    told_by: str
+    naming: str
+    expected: Mapping[str, Shape]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    other_shapes: Mapping[str, tuple[Shape, Shape]]
+
+    @property
+    def is_complete(self) -> bool:
+        """Tells whether names and shapes are those of the model."""
+        return not (self.missing or self.unexpected or self.other_shapes)
+
+    def lines(self) -> Iterator[str]:
+        """Yields the differences, for people. Numbers in names are joined."""
+        yield from self._experts()
+        if self.missing:
+            number, all_of = len(self.missing), len(self.expected)
+            yield f"missing: {number:,} of {all_of:,} tensors"
+            yield from _by_pattern(self.missing, self.expected)
+        if self.unexpected:
+            yield f"not in the model: {_count(self.unexpected)}"
+            yield from _by_pattern(self.unexpected)
+        if self.other_shapes:
+            yield f"another shape: {_count(self.other_shapes)}"
+            for name, (got, wanted) in list(self.other_shapes.items())[:_MOST]:
+                yield f"  {printable(name)}: {list(got)}, in the model {list(wanted)}"
+            if len(self.other_shapes) > _MOST:
+                yield f"  … and {len(self.other_shapes) - _MOST:,} more"
+
+    def _experts(self) -> Iterator[str]:
+        """Yields how many experts are there, if some are not."""
+        lacking = {m[1]: set[str]() for n in self.missing if (m := _EXPERT.match(n))}
+        every = {above: set[str]() for above in lacking}
+        for name in self.expected:
+            if (m := _EXPERT.match(name)) and m[1] in every:
+                every[m[1]].add(m[2])
+        for name in self.missing:
+            if m := _EXPERT.match(name):
+                lacking[m[1]].add(m[2])
+        found = {(len(every[a]) - len(gone), len(every[a])) for a, gone in lacking.items()}
+        number = len(lacking)
+        for name, (got, wanted) in self.other_shapes.items():
+            if _FUSED.match(name) and got[1:] == wanted[1:]:
+                found.add((got[0], wanted[0]))
+                number += 1
+        if not found:
+            return
+        least, most = min(found)[0], max(found)[0]
+        counts = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+        where = f"{number:,} {'layer' if lacking else 'tensor'}{'s' * (number != 1)}"
+        yield f"{counts} of {max(all_of for _, all_of in found):,} experts are present, in {where}"
+
+
+def _count(names: Collection[str]) -> str:
+    return f"{len(names):,} tensor{'s' * (len(names) != 1)}"
+
+
+def _by_pattern(names: Sequence[str], among: Collection[str] | None = None) -> Iterator[str]:
+    counts: dict[str, int] = {}
+    for name in names:
+        pattern = _NUMBER.sub("*", name)
+        counts[pattern] = counts.get(pattern, 0) + 1
+    totals: dict[str, int] = {}
+    for name in among or ():
+        pattern = _NUMBER.sub("*", name)
+        totals[pattern] = totals.get(pattern, 0) + 1
+    for pattern, number in list(counts.items())[:_MOST]:
+        of = f" of {totals[pattern]:,}" if among is not None else ""
+        yield (
+            f"  {printable(pattern)} ({number:,}{of})"
+            if "*" in pattern
+            else f"  {printable(pattern)}"
+        )
+    if len(counts) > _MOST:
+        yield f"  … and {len(counts) - _MOST:,} more kinds of names"
+
+
+def find_presence(catalog: Catalog, base: str | os.PathLike[str]) -> Presence:
+    """Compares the model of a checkpoint with a model's directory. It reads metadata only.
+
+    transformers builds the model of the configuration without weights, in a separate process. If it
+    cannot, the weights in the directory are the measure.
+
+    Args:
+        catalog: of the checkpoint.
+        base: a local directory with a `config.json`.
+
+    Raises:
+        PlanError: neither transformers nor weights tell what the model has, or the checkpoint has
+            no model.
+    """
+    model, _ = model_view(catalog, keep_prefix=False)
+    shapes: dict[str, Shape | None] = {}
+    for name, entry in model.tensors.items():
+        if entry.quantized is None:
+            shapes[name] = entry.shape
+        elif entry.quantized.codes == entry.stored_name:
+            shapes[_of_codes(name)] = None  # codes may be packed
+    expected = _expected(base)
+    naming = max(expected.namings, key=lambda kind: len(expected.namings[kind].keys() & shapes))
+    wanted = expected.namings[naming]
+    if not wanted.keys() & shapes:
+        raise PlanError(
+            f"no tensor has a name of the model in {printable(os.fspath(base))}: the checkpoint has"
+            f" {printable(next(iter(shapes), 'none'))!r}, the model {next(iter(wanted), 'none')!r}",
+            hint="is it the config of these weights? ckpt convert --key-map gives them the model's"
+            " names",
+        )
+    tied = {name: others for others in expected.tied for name in others}
+    return Presence(
+        os.fspath(base),
+        expected.told_by,
+        naming if len(expected.namings) > 1 else "",
+        wanted,
+        tuple(
+            name
+            for name in wanted
+            if name not in shapes and not any(other in shapes for other in tied.get(name, ()))
+        ),
+        tuple(name for name in shapes if name not in wanted),
+        {
+            name: (shape, wanted[name])
+            for name, shape in shapes.items()
+            if shape is not None and name in wanted and shape != wanted[name]
+        },
+    )
+
+
+def _of_codes(name: str) -> str:
+    """Returns the name of a weight whose codes have this name."""
+    module, _, last = name.rpartition(".")
+    if last.endswith("_blocks"):
+        return name.removesuffix("_blocks")
+    return f"{module}.weight" if last in ("qweight", "weight_packed") else name
+
+
+def _expected(base: str | os.PathLike[str]) -> _Expected:
+    names, reason = ask_transformers(base, read_config(base))
+    if names is not None:
+        namings = {HUB: names.files, MEMORY: names.memory}
+        if names.files == names.memory:
+            namings.pop(MEMORY)
+        return _Expected(f"config.json, read by transformers {names.release}", namings, names.tied)
+    if shapes := shapes_in(base):
+        return _Expected(f"weights; transformers says {reason!r}", {HUB: shapes})
+    raise PlanError(
+        f"cannot tell which tensors the model in {printable(os.fspath(base))} has: transformers"
+        f" says {printable(reason)!r}, and it has no weights",
+        hint="pip install transformers",
+    )
