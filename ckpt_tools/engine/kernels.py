@@ -119,12 +119,14 @@ def cast(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
 
 @functools.cache
 def _singles_of(name: str) -> npt.NDArray[np.float32]:
-    """Returns the value of each code of an 8-bit type, as float32.
+    """Returns the value of each code of an 8-bit type, as float32. Those of int8 are the integers.
 
     Sources: OCP 8-bit Floating Point Specification 1.0 (e4m3fn, e5m2), OCP Microscaling Formats 1.0
     (e8m0), and for `fnuz`, which have no infinity and no negative zero, LLVM's APFloat.
     """
     codes = np.arange(256)
+    if name == "int8":
+        return codes.astype(np.int8).astype(np.float32)
     if name == "float8_e8m0fnu":
         return np.where(codes == 255, np.nan, 2.0 ** (codes - 127.0)).astype(np.float32)
     is_fnuz, bits = name.endswith("fnuz"), 3 if "e4m3" in name else 2
@@ -150,7 +152,7 @@ def _pairs_of(name: str) -> npt.NDArray[np.uint64]:
     return np.stack([singles[codes & 255], singles[codes >> 8]], axis=1).view(np.uint64).ravel()
 
 
-def _from_float8(data: Bytes, name: str) -> npt.NDArray[np.float32]:
+def _from_codes(data: Bytes, name: str) -> npt.NDArray[np.float32]:
     values = np.empty(len(data), np.float32)
     even = len(data) // 2 * 2
     pairs = data[:even].view(np.uint16)
@@ -161,8 +163,8 @@ def _from_float8(data: Bytes, name: str) -> npt.NDArray[np.float32]:
 
 def _cast_block(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
     values: npt.NDArray[Any]
-    if src.name.startswith("float8"):
-        values = _from_float8(data, src.name)
+    if src.itemsize == 1:
+        values = _from_codes(data, src.name)
     elif src.name == "bfloat16":  # numpy has no bfloat16: it is the upper half of a float32
         values = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     else:

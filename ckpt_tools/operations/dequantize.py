@@ -1,11 +1,11 @@
-"""Turns quantized weights into numbers on the way: codes of fp8, times their scales.
+"""Turns quantized weights into numbers on the way: codes of fp8 or int8, times their scales.
 
 A tile of codes is cast to float32 and multiplied by the scales of its blocks, then rounded once to
 the wanted type. Scales are matrices that are 64 to 16,384 times smaller. They are read when the
 first tile needs them.
 
 Sources: DeepSeek-V3, `inference/kernel.py` (`weight_dequant`) and its config (`weight_block_size`);
-compressed-tensors 0.20, `float-quantized` (`block_structure`).
+compressed-tensors 0.20, `float-quantized` (`block_structure`) and `int-quantized`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from ckpt_tools.storage.small_files import MAX_JSON_BYTES, parse_json
 
 _SCHEMES = ("fp8 with scales of blocks", "fp8 with a scale", "codes with scales")
 _CODES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+_INT8 = "int8"  # only where a config says so: others keep two numbers in one
 _SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 # tensors of the same module with which a number is not just a code times a scale
 _OTHER_FACTORS = re.compile(
@@ -73,7 +74,7 @@ class Dequantized(NamedTuple):
 def dequantize(
     tensors: Mapping[str, TensorEntry], source: Source, is_kept: Callable[[str], bool]
 ) -> Dequantized:
-    """Returns tensors in which codes of fp8 are numbers that can be cast.
+    """Returns tensors in which codes of fp8 and int8 are numbers that can be cast.
 
     Weights of other schemes stay as they are, and so do weights whose blocks are not known for
     sure.
@@ -87,10 +88,14 @@ def dequantize(
     kept = {t.stored_name for fqn, t in tensors.items() if is_kept(fqn)}
     weights = [weight for weight in weights_in(tensors.values()) if weight.codes in held]
     modules = _by_module(stored) if weights else {}
-    fitting = {w.codes: s for w in weights if (s := _scales_of(w, stored, modules)) is not None}
+    told = _told(source) if weights else _Told()
+    codes = (*_CODES, _INT8) if told.is_int8 else _CODES
+    fitting = {
+        w.codes: s for w in weights if (s := _scales_of(w, stored, modules, codes)) is not None
+    }
     if not fitting:
         return Dequantized(dict(tensors), {}, [])
-    told, manifest, recent = _told_blocks(source), checked_manifest(source), _Recent()
+    manifest, recent = checked_manifest(source), _Recent()
     alter: dict[str, Alter] = {}
     done: list[QuantizedWeight] = []
     for weight in weights:
@@ -98,7 +103,7 @@ def dequantize(
         if scales is None or kept & {*weight.parts}:
             continue
         usual = _DEEPSEEK_BLOCK if scales.fqn.endswith(_DEEPSEEK) else 0
-        blocks = _blocks(stored[weight.codes].shape, scales.shape, told, usual)
+        blocks = _blocks(stored[weight.codes].shape, scales.shape, told.blocks, usual)
         if blocks is not None:
             of_one = partial(_read, source, scales, manifest, len(stored[weight.codes].shape))
             alter[weight.codes] = partial(_scale, partial(recent.get, weight.codes, of_one), blocks)
@@ -138,10 +143,11 @@ def _scales_of(
     weight: QuantizedWeight,
     stored: Mapping[str, TensorEntry],
     modules: Mapping[str, Sequence[str]],
+    types: Sequence[str],
 ) -> TensorEntry | None:
     """Returns the scales of a weight; None if it has another formula than codes times scales."""
     codes, scales = stored.get(weight.codes), stored.get(weight.parts[1])
-    if weight.scheme not in _SCHEMES or codes is None or codes.dtype.name not in _CODES:
+    if weight.scheme not in _SCHEMES or codes is None or codes.dtype.name not in types:
         return None
     if scales is None or scales.dtype.name not in _SCALES:
         return None
@@ -160,22 +166,33 @@ def _by_module(names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def _told_blocks(source: Source) -> tuple[int, ...]:
-    """Returns the rows and columns of a block by the config beside a checkpoint; () if unknown."""
+class _Told(NamedTuple):
+    """What a config tells: rows and columns of a block, and whether int8 is one number."""
+
+    blocks: tuple[int, ...] = ()
+    is_int8: bool = False
+
+
+def _told(source: Source) -> _Told:
+    """Returns what the config beside a checkpoint tells of its codes."""
     with suppress(StorageError, ValueError, TypeError, KeyError, AttributeError):
         if source.folder.size("config.json") > MAX_JSON_BYTES:
-            return ()
+            return _Told()
         config = parse_json(read(source.folder, "config.json"))
         said = config.get("quantization_config") or config["text_config"]["quantization_config"]
-        groups = (said.get("config_groups") or {}).values()
-        found = [
-            said.get("weight_block_size"),
-            *(g["weights"].get("block_structure") for g in groups),
-        ]
+        weights = [group["weights"] for group in (said.get("config_groups") or {}).values()]
+        found = [said.get("weight_block_size"), *(one.get("block_structure") for one in weights)]
+        found += [(1, size) for one in weights if (size := one.get("group_size"))]
         blocks = {tuple(one) for one in found if one}
-        if len(blocks) == 1 and all(type(n) is int and 0 < n < 1 << 40 for n in (*blocks,)[0]):
-            return blocks.pop()
-    return ()
+        is_clear = len(blocks) == 1 and all(
+            type(n) is int and 0 < n < 1 << 40 for n in (*blocks,)[0]
+        )
+        is_int8 = said.get("quant_method") == "compressed-tensors" and all(
+            (one["num_bits"], one["type"], one.get("symmetric", True)) == (8, "int", True)
+            for one in weights
+        )
+        return _Told(blocks.pop() if is_clear else (), is_int8 and bool(weights))
+    return _Told()
 
 
 def _blocks(

@@ -217,6 +217,36 @@ def test_int8_stays_codes(tmp_path: Path) -> None:
     assert got.keys() == tensors.keys() and got["a.weight"].dtype is I8
 
 
+@pytest.mark.parametrize("scales", [(64, 1), (64,), (1,), (64, 8)])
+def test_int8_of_compressed_tensors_becomes_numbers(
+    scales: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Its config tells that a code is one symmetric number of 8 bits."""
+    how = {"num_bits": 8, "type": "int", "symmetric": True}
+    if scales[-1] == 8:
+        how["group_size"] = 32
+    group = {"targets": ["Linear"], "weights": how}
+    said = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": group},
+    }
+    codes = torch.arange(-128, 128).to(I8).repeat(64, 1)
+    tensors = {"a.weight": codes, "a.weight_scale": torch.rand(scales) + 0.1}
+    for dtype in (torch.float32, torch.bfloat16):
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
+        got, notes = merged(tensors, tmp_path, dtype=str(dtype))
+        factor = tensors["a.weight_scale"].reshape(-1, scales[-1] if len(scales) > 1 else 1)
+        factor = factor.repeat_interleave(256 // factor.shape[1], 1)
+        assert torch.equal(got["a.weight"], (codes.float() * factor).to(dtype))
+        assert any(note.startswith("dequantized: 1 codes with scales") for note in notes), notes
+    for changed in ({"num_bits": 4}, {"symmetric": False}, {"type": "float"}):
+        other = {**said, "config_groups": {"g": {"weights": {**how, **changed}}}}
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": other}))
+        got, _ = merged(tensors, tmp_path)
+        assert got["a.weight"].dtype is I8, changed
+
+
 def test_a_parameter_that_is_called_scale_stays_and_is_cast(tmp_path: Path) -> None:
     own = {
         "logit_scale": torch.rand(()),
