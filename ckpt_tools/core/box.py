@@ -147,19 +147,29 @@ class BoxIndex:
 
     def _overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
         boxes, dim = self._boxes, self._dim
-        order: Sequence[int] = self._order
-        if self._starts and len(order) > 1:
+        if self._starts and len(boxes) > 1:
             low, high = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
             if low <= self._low[dim] and high >= self._high[dim] and self._are_all_in(box):
-                yield from ((number, boxes[number]) for number in order if boxes[number].numel)
+                yield from (
+                    (number, boxes[number]) for number in self._order if boxes[number].numel
+                )
                 return
-            order = order[
-                bisect_left(self._starts, low - self._reach + 1) : bisect_left(self._starts, high)
-            ]
-        for number in order:
+        for number in self.near(box):
             shared = boxes[number].intersect(box)
             if shared is not None:
                 yield number, shared
+
+    def near(self, box: Box) -> Sequence[int]:
+        """Returns the numbers of all boxes that may share elements with `box`, and of some others.
+
+        Only the dim that cuts the boxes most finely is compared.
+        """
+        if not self._starts or len(self._boxes) < 2:
+            return self._order
+        low, high = box.offsets[self._dim], box.offsets[self._dim] + box.sizes[self._dim]
+        return self._order[
+            bisect_left(self._starts, low - self._reach + 1) : bisect_left(self._starts, high)
+        ]
 
     def _are_all_in(self, box: Box) -> bool:
         return all(

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckpt_tools.core.box import Box, row_major_strides
+from ckpt_tools.core.box import Box, BoxIndex, row_major_strides
 from ckpt_tools.core.catalog import (
     RAW,
     Catalog,
@@ -75,6 +75,7 @@ def assemble(
     shape: tuple[int, ...],
     relations: Sequence[Relation],
     entries: Mapping[str, TensorEntry],
+    indexes: dict[str, BoxIndex] | None = None,
 ) -> TensorEntry:
     """Returns a tensor that consists of elements of other tensors.
 
@@ -83,6 +84,8 @@ def assemble(
         relations: with the sources on the left and the result on the right. Together they give each
             of its elements once.
         entries: the sources. Their extents must be RAW, unless they are taken whole.
+        indexes: of the chunks of sources, by name. Pass one dict for many results of the same
+            sources, and each is sorted once.
 
     Raises:
         PlanError: the sources differ in type, have other shapes, or are cut into too many pieces.
@@ -96,10 +99,13 @@ def assemble(
     if len(relations) == 1 and is_whole(relations[0], shape, first.shape):
         return first.named(fqn)
     chunks: list[Chunk] = []
+    indexes = {} if indexes is None else indexes
     for relation in relations:
         entry = entries[relation.left.name]
+        if entry.fqn not in indexes:
+            indexes[entry.fqn] = BoxIndex([chunk.box for chunk in entry.chunks])
         for sizes, source, target in _aligned(relation, entry.shape, shape):
-            chunks += _pieces(entry, sizes, source, target)
+            chunks += _pieces(entry, indexes[entry.fqn], sizes, source, target)
             if len(chunks) > _MAX_PIECES:
                 raise PlanError(
                     f"more than {_MAX_PIECES:,} pieces of {printable(entry.fqn)!r} would become"
@@ -146,12 +152,16 @@ def is_whole(relation: Relation, shape: Sequence[int], other: Sequence[int]) -> 
 
 def _pieces(
     entry: TensorEntry,
+    index: BoxIndex,
     sizes: Sequence[int],
     source: Sequence[Coordinates],
     target: Sequence[Coordinates],
 ) -> Iterator[Chunk]:
     """Returns the chunks of the result that take a grid of a source, one per chunk of it."""
-    for chunk in entry.chunks:
+    spans = [1 if c.axis is None else (sizes[c.axis] - 1) * c.step + 1 for c in source]
+    around = Box(tuple(coord.start for coord in source), tuple(spans))
+    for number in sorted(index.near(around)):
+        chunk = entry.chunks[number]
         found = _within(chunk.box, sizes, source)
         if found is None:
             continue

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ckpt_tools.core.box import BoxIndex
 from ckpt_tools.core.catalog import ChunkList, TensorEntry
 from ckpt_tools.core.relations import Relation, assemble, is_whole
 from ckpt_tools.errors import PlanError, printable
@@ -87,7 +88,9 @@ class _Change:
         source: Source,
     ) -> None:
         self.relations, self.left, self.right = relations, left, right
-        self.raw, self.source = raw, source
+        self.source, self._raw = source, raw
+        self._cut: dict[str, TensorEntry] = {}
+        self.indexes: dict[str, BoxIndex] = {}
         self.parts_of = {
             made: [*dict.fromkeys(relation.left.name for relation in found)]
             for made, found in relations.items()
@@ -97,9 +100,14 @@ class _Change:
             for part in parts:
                 self.results_of.setdefault(part, []).append(made)
 
+    def raw(self, entry: TensorEntry) -> TensorEntry:
+        """Returns a tensor with located payloads. Many results may take parts of it."""
+        if entry.fqn not in self._cut:
+            self._cut[entry.fqn] = self._raw(entry)
+        return self._cut[entry.fqn]
+
     def of_model(self, model: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         """Returns the model with the results in the place of their first parts."""
-        cut: dict[str, TensorEntry] = {}
         found: dict[str, TensorEntry] = {}
         for name, made in self._order(model):
             if made is None:
@@ -108,10 +116,10 @@ class _Change:
             entries = {part: model[part] for part in self.parts_of[made]}
             self._check(made, entries)
             if not self._is_renaming(made):
-                for part, entry in entries.items():
-                    cut.setdefault(part, self.raw(entry))
-                entries = {part: cut[part] for part in entries}
-            found[made] = assemble(made, self.right[made], self.relations[made], entries)
+                entries = {part: self.raw(entry) for part, entry in entries.items()}
+            found[made] = assemble(
+                made, self.right[made], self.relations[made], entries, self.indexes
+            )
         return found
 
     def of_optimizer(self, optimizer: OptimizerState) -> OptimizerState:
@@ -212,7 +220,11 @@ class _Change:
             }
             if has_elements and len(moments) == len(parts):
                 result[key] = assemble(
-                    f"{made}.{key}", self.right[made], self.relations[made], moments
+                    f"{made}.{key}",
+                    self.right[made],
+                    self.relations[made],
+                    moments,
+                    self.indexes,
                 )
                 continue
             first = values[0]
