@@ -29,7 +29,7 @@ from ckpt_tools.core.box import Box
 from ckpt_tools.core.memory import no_gc
 from ckpt_tools.formats.dcp.metadata import ItemLocation
 from ckpt_tools.loop.saving.agreement import assign
-from ckpt_tools.loop.saving.description import RankDescription, RankNames, described
+from ckpt_tools.loop.saving.description import RankDescription, RankNames, describe_names
 from ckpt_tools.loop.saving.replicas import Proof, ReplicaProof
 from ckpt_tools.loop.saving.save import SaveLayout, _fingerprints, _seal
 from ckpt_tools.loop.saving.write import RankFile, ShardInfo, commit, describe, plan_rank_files
@@ -54,7 +54,7 @@ def description(
 ) -> RankDescription:
     infos = shard_infos(rank, num_ranks, num_tensors)
     more = {"step": ("step",)} if rank == 0 else {}
-    return described(RankNames(infos, (*more,), ("step",), {**paths, **more}))
+    return describe_names(RankNames(infos, (*more,), ("step",), {**paths, **more}))
 
 
 def ours(num_ranks: int, num_tensors: int) -> tuple[float, int, float, int]:

@@ -57,10 +57,10 @@ def _check_values(values: Sequence[tuple[str, ...]], tensors: set[str]) -> None:
         PlanError: with the first name that differs.
     """
     for rank, mine in enumerate(values):
-        differing = sorted({*values[0]} ^ {*mine}) or sorted(tensors & {*mine})
+        differing = [n for n, _ in sorted({*values[0]} ^ {*mine})]
         if differing:
             name = differing[0]
-            holder = 0 if name in values[0] else rank
+            holder = 0 if name in dict(values[0]) else rank
             who = (
                 "a tensor on one rank and a value on another"
                 if name in tensors

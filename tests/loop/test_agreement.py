@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from ckpt_tools.core.box import Box
-from ckpt_tools.errors import CheckpointError
-from ckpt_tools.formats.dcp.metadata import ItemLocation
+from ckpt_tools.errors import CheckpointError, PlanError
+from ckpt_tools.formats.dcp.metadata import ItemLocation, parse_metadata
 from ckpt_tools.loop.saving.agreement import MetadataHead, WriteTask, assign
-from ckpt_tools.loop.saving.description import RankNames, described
+from ckpt_tools.loop.saving.description import RankNames, describe_names
 from ckpt_tools.loop.state.shard_info import ReplicaKind, ShardInfo
 from tests.loop.plain_agreement import agreed
 
@@ -63,11 +63,11 @@ def job(dice: random.Random, ranks: int) -> list[RankNames]:
             tie = "" if rank == untied else alias
             infos[rank].append(ShardInfo(fqn, dtype, shape, box, tie, frozen))
         last = (alias or fqn, dtype, shape, boxes)
-    values = tuple(f"optimizer.{n}" for n in range(dice.randrange(3)))
+    values = tuple((f"optimizer.{n}", False) for n in range(dice.randrange(3)))
     found = []
     for rank, mine in enumerate(infos):
         objects = (
-            *(values if rank == 0 else ()),
+            *(dict(values) if rank == 0 else ()),
             *(f"rng.{rank}.{n}" for n in range(dice.randrange(3))),
         )
         paths = [(info.fqn, tuple(info.fqn.split("."))) for info in mine]
@@ -97,7 +97,7 @@ def spoil(dice: random.Random, names: list[RankNames]) -> None:
             box=Box(info.box.offsets, (info.box.sizes[0] // 2, *info.box.sizes[1:]))
         )
     elif kind == 3:
-        names[rank] = one._replace(values=(*one.values, "more"))
+        names[rank] = one._replace(values=(*one.values, ("more", False)))
         return
     elif kind == 4:
         paths = dict(one.paths)
@@ -136,7 +136,7 @@ def test_the_same_is_agreed_as_on_objects(ranks: int) -> None:
             spoil(dice, names)
         differ = dice.random() < 0.5
         expected = outcome(agreed, names, differ)
-        got = outcome(assign, [described(one) for one in names], differ)
+        got = outcome(assign, [describe_names(one) for one in names], differ)
         assert got == expected, seed
         refused += isinstance(expected[0], type)
     assert refused > 2
@@ -154,4 +154,66 @@ def test_equal_names_are_described_by_equal_bytes() -> None:
         ),
         *names[1:],
     )
-    assert described(copied) == described(names)
+    assert describe_names(copied) == describe_names(names)
+
+
+def names_of(
+    tensors: dict[str, Box],
+    values: tuple[tuple[str, bool], ...] = (),
+    objects: tuple[str, ...] = (),
+    paths: dict[str, tuple[str | int, ...]] | None = None,
+    shape: tuple[int, ...] = (4,),
+) -> RankNames:
+    infos = tuple(ShardInfo(fqn, "float32", shape, box) for fqn, box in tensors.items())
+    every = {name: tuple(name.split(".")) for name in (*tensors, *objects)}
+    return RankNames(infos, objects, values, {**every, **(paths or {})})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (
+            [names_of({}, (("v", False),), ("v",)), names_of({"v": Box((0,), (4,))})],
+            "rank 1 and rank 0 differ: 'v' is a tensor on one rank and a value on another",
+        ),
+        (
+            [names_of({}, (("v", False),), ("v",)), names_of({}, (("v", True),), ("v.rank_1",))],
+            "'v' is a PerRank on one rank and a value of all on another",
+        ),
+        (
+            [names_of({"v.rank_1": Box((0,), (4,))}), names_of({}, (), ("v.rank_1",))],
+            "two entries of the state have one name: 'v.rank_1' is a tensor, and an object of rank",
+        ),
+        (
+            [names_of({}, (), ("v.rank_1",)), names_of({}, (), ("v.rank_1",))],
+            "'v.rank_1' is an entry of rank 0, and an object of rank 1",
+        ),
+        (
+            [
+                names_of({"a.0": Box((0,), (4,))}, paths={"a.0": ("a", 0)}),
+                names_of({"a.b": Box((0,), (4,))}, paths={"a.b": ("a", "b")}),
+            ],
+            "different containers at 'a': a list on one rank, and a dict on another",
+        ),
+    ],
+)
+def test_what_ranks_cannot_mean_together_is_refused(ranks: list[RankNames], words: str) -> None:
+    with pytest.raises(PlanError, match=words.replace("'", ".")):
+        assign([describe_names(one) for one in ranks], names_differ=True)
+
+
+def test_tables_with_the_same_bytes_and_other_dims_are_apart() -> None:
+    """A reviewer's: 32 chunks of two dims and 16 of four have the same numbers, in this order."""
+    two = [ShardInfo("two", "float32", (0, 32), Box((0, k), (0, 1))) for k in range(32)]
+    four = [
+        ShardInfo("four", "float32", (0, 32, 0, 32), Box((0, 2 * k, 0, 2 * k + 1), (0, 1, 0, 1)))
+        for k in range(16)
+    ]
+    ranks = [
+        RankNames((two[k], *four[k : k + 1]), (), (), {"two": ("two",), "four": ("four",)})
+        for k in range(32)
+    ]
+    _, head = assign([describe_names(one) for one in ranks])
+    read = parse_metadata(head.template.render({}, "id"), "")
+    assert [len(box.offsets) for box in read.tensors["four"].boxes] == [4] * 16
+    assert [len(box.offsets) for box in read.tensors["two"].boxes] == [2] * 32

@@ -371,6 +371,28 @@ def test_stock_torch_reads_lists_of_empty_dicts(tmp_path: Path) -> None:
     }
 
 
+class Name(str, enum.Enum):  # noqa: UP042  # its str() is not its text
+    A = "a"
+
+
+def test_a_key_of_a_subclass_of_str_is_its_text(tmp_path: Path) -> None:
+    state = {"x": {Name.A: PerRank(3), "w": torch.ones(2)}, Name.A: torch.ones(3)}
+    ckpt_tools.save(tmp_path / "s", state)
+    into = {"x": {Name.A: PerRank(0), "w": torch.zeros(2)}, Name.A: torch.zeros(3)}
+    ckpt_tools.load(tmp_path / "s", into)
+    assert into["x"][Name.A].value == 3 and into[Name.A].tolist() == [1, 1, 1]
+    paths = dcp.FileSystemReader(tmp_path / "s").read_metadata().planner_data
+    assert {type(key) for path in paths.values() for key in path} == {str}
+
+
+@pytest.mark.parametrize("other", [7, torch.ones(2)])
+def test_the_place_of_a_value_per_rank_is_no_key(other: object, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="v.rank_0. is where the PerRank .v. of a rank is stored"):
+        ckpt_tools.save(tmp_path / "s", {"v": PerRank(5), "v.rank_0": other})
+    assert not (tmp_path / "s").exists()
+    ckpt_tools.save(tmp_path / "s", {"v": PerRank(5), "v.rank_x": other})
+
+
 def test_two_keys_that_would_be_one_name_are_refused(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as checkpoints:
         for state in ({"a": {"b": 1}, "a.b": 2}, {"m": [PerRank(1)], "m.0": 2}):

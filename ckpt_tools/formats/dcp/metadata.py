@@ -450,7 +450,7 @@ class Template:
         for (fqn, offset), place in metadata.places.items():
             if offset is not None:
                 placed.setdefault(fqn, {})[offset] = place
-        alike: dict[bytes, tuple[list[bytes], list[bytes]]] = {}
+        alike: dict[object, tuple[list[bytes], list[bytes]]] = {}
         for fqn, tensor in metadata.tensors.items():
             if fqn in tables:
                 _emit_table(out, fqn, tables[fqn], alike)
@@ -524,7 +524,8 @@ def _emit_tensor(out: _Emitter, tensor: TensorMeta, table: ChunkTable | None) ->
     if table is None:
         chunks = out.reused(("boxes", *tensor.boxes), lambda: _chunks(out, tensor.boxes))
     else:
-        key = ("boxes", table.offsets.tobytes(), table.sizes.tobytes())
+        offsets = table.offsets
+        key = ("boxes", offsets.shape, offsets.tobytes(), table.sizes.tobytes())
         chunks = out.reused(key, lambda: _chunks(out, (chunk.box for chunk in table)))
     out.put(chunks + b"eub")
 
@@ -544,13 +545,14 @@ def _emit_table(
     out: _Emitter,
     fqn: str,
     table: ChunkTable,
-    alike: dict[bytes, tuple[list[bytes], list[bytes]]],
+    alike: dict[object, tuple[list[bytes], list[bytes]]],
 ) -> None:
     """Puts the places of a tensor's chunks. Most tensors differ in name and starts only.
 
     `alike` has the opcodes before and behind the starts, of tensors that were put before.
     """
-    key = b"".join(a.tobytes() for a in (table.offsets, table.files, table.nbytes))
+    arrays = (table.offsets, table.files, table.nbytes)
+    key = (table.offsets.shape, *(array.tobytes() for array in arrays))
     if key not in alike:
         before, behind = [], []
         for number, (box, at) in enumerate(table):

@@ -620,7 +620,7 @@ def _set_per_rank(state: Any, held: PlacedPerRank, value: Any) -> Any:
     holder = state
     for key in held.path:
         holder = (
-            holder[next(k for k in holder if str(k) == key)]
+            holder[next(k for k in holder if k == key or str(k) == key)]
             if isinstance(holder, Mapping)
             else holder[key]
         )

@@ -23,7 +23,7 @@ from ckpt_tools.core.memory import no_gc
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, Template, TensorMeta
-from ckpt_tools.loop.saving.description import JobNames, RankDescription, RankNames, described
+from ckpt_tools.loop.saving.description import JobNames, RankDescription, RankNames, describe_names
 from ckpt_tools.loop.saving.replicas import ReplicaTask, replica_tasks
 from ckpt_tools.loop.state.shard_info import ReplicaKind
 from ckpt_tools.publish.manifest import SealedTensor
@@ -76,12 +76,21 @@ def agree(
             Every rank raises.
     """
     tasks: list[WriteTask] = []
-    head = None
+    head = mine = None
+    failed: Exception | None = None
+    try:
+        mine = describe_names(names)
+    except Exception as error:  # noqa: BLE001  # the other ranks wait in the exchange
+        failed = error
     with no_gc():
-        gathered = group.gather(described(names), _WHAT)
+        gathered = group.gather(mine, _WHAT)
     with group.phase(_WHAT), no_gc():
+        if failed is not None:
+            raise failed
         if group.rank == 0:
-            tasks, head = assign(gathered, names_differ)
+            told = [one for one in gathered if one is not None]
+            if len(told) == len(gathered):
+                tasks, head = assign(told, names_differ)
     return group.scatter(tasks, _WHAT), head
 
 
@@ -105,8 +114,10 @@ def assign(
     """
     job = JobNames(gathered)
     job.check_values()
+    job.check_objects(gathered)
     if not names_differ:
         job.check_tensors()
+    job.check_containers()
     rows = _Rows(job, gathered)
     held = _Held(job, rows)
     aliases = job.aliases(rows.has_elements)

@@ -148,7 +148,7 @@ class Collector:
         return extras_of(request.only, files, request.metrics, request.statistics)
 
 
-def _values(exported: ExportedState, names_differ: bool = False) -> tuple[str, ...]:
-    """Returns the names of a rank's values, as the ranks compare them."""
-    own = tuple(f"{name} (PerRank)" for name in exported.per_rank)
-    return own if names_differ else (*exported.objects, *own)
+def _values(exported: ExportedState, names_differ: bool = False) -> tuple[tuple[str, bool], ...]:
+    """Returns the names of a rank's values, and which are its own, as the ranks compare them."""
+    own = tuple((name, True) for name in exported.per_rank)
+    return own if names_differ else (*((name, False) for name in exported.objects), *own)

@@ -20,6 +20,9 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.state.shard_info import ReplicaKind, ShardInfo
 
 _LEVEL = 1  # of zlib: names repeat, and boxes are mostly zeros
+_SAME_KEYS = (
+    "give every rank the same keys; a value of which each rank has its own goes into a PerRank"
+)
 _MARSHAL = 2  # the last version whose bytes depend on values alone, and not on shared references
 
 
@@ -29,14 +32,15 @@ class RankNames(NamedTuple):
     Attributes:
         infos: its shards.
         objects: the objects that it writes.
-        values: all values that are not tensors. Rank 0 writes those that are not per rank.
+        values: all values that are not tensors, and whether each rank has its own. Rank 0 writes
+            those that all ranks have.
         paths: the path of keys to every name.
         kinds: of tensors for which a difference between ranks is not just an error.
     """
 
     infos: tuple[ShardInfo, ...]
     objects: tuple[str, ...]
-    values: tuple[str, ...]
+    values: tuple[tuple[str, bool], ...]
     paths: Mapping[str, tuple[str | int, ...]]
     kinds: Mapping[str, ReplicaKind] = {}
 
@@ -70,7 +74,7 @@ class CommonNames(NamedTuple):
     aliases: tuple[str, ...]
     frozen: tuple[bool, ...]
     kinds: tuple[tuple[str, str], ...]
-    values: tuple[str, ...]
+    values: tuple[tuple[str, bool], ...]
     paths: tuple[tuple[str, tuple[str | int, ...]], ...]
 
     @property
@@ -79,18 +83,18 @@ class CommonNames(NamedTuple):
         return max(map(len, self.shapes), default=0)
 
 
-def described(names: RankNames) -> RankDescription:
+def describe_names(names: RankNames) -> RankDescription:
     """Returns the description of a rank."""
     own = {*names.objects}
     infos = names.infos
     common = CommonNames(
         tuple(str(info.fqn) for info in infos),
         tuple(info.dtype for info in infos),
-        tuple(tuple(info.shape) for info in infos),
+        tuple(tuple(map(int, info.shape)) for info in infos),
         tuple(str(info.alias) for info in infos),
         tuple(info.is_frozen for info in infos),
         tuple((str(fqn), kind.value) for fqn, kind in names.kinds.items()),
-        tuple(map(str, names.values)),
+        tuple((str(fqn), is_own) for fqn, is_own in names.values),
         tuple((str(fqn), _keys(path)) for fqn, path in names.paths.items() if fqn not in own),
     )
     width = common.num_dims
@@ -115,7 +119,8 @@ def described(names: RankNames) -> RankDescription:
 
 
 def _keys(path: Sequence[str | int]) -> tuple[str | int, ...]:
-    return tuple(str(key) if isinstance(key, str) else int(key) for key in path)
+    # of a subclass of str, such as a member of an enum, its text
+    return tuple(str.__str__(key) if isinstance(key, str) else int(key) for key in path)
 
 
 @dataclass(slots=True)
@@ -160,6 +165,7 @@ class JobNames:
         self.dtypes = [dtype for dtype, _, _ in known.values()]
         self.shapes = [shape for _, shape, _ in known.values()]
         self.paths = _joined_paths(gathered, self.groups, self.group_of)
+        self.has_own_objects = any(one.objects for one in gathered[1:])
 
     def check_values(self) -> None:
         """Refuses states in which the names of the values differ between ranks.
@@ -172,23 +178,61 @@ class JobNames:
         values = {*self.groups[0].common.values}
         for group in self.groups:
             mine = {*group.common.values}
-            differing = sorted(values ^ mine) or sorted(self.tensor_of.keys() & mine)
-            if differing:
-                name = differing[0]
-                holder = 0 if name in values else group.first
-                who = (
-                    "a tensor on one rank and a value on another"
-                    if name in self.tensor_of
-                    else f"in the state of rank {holder} only"
+            if both := sorted(name for name, _ in mine if name in self.tensor_of):
+                other = next(g for g in self.groups if both[0] in g.common.fqns)
+                raise PlanError(
+                    f"the states of rank {other.first} and rank {group.first} differ:"
+                    f" {printable(both[0])!r} is a tensor on one rank and a value on another",
+                    hint=_SAME_KEYS,
                 )
+            if differing := sorted(values ^ mine):
+                name, _ = differing[0]
+                what = "in the state of rank {} only"
+                if {name} <= {n for n, _ in values} & {n for n, _ in mine}:
+                    what = "a PerRank on one rank and a value of all on another"
                 raise PlanError(
                     f"the states of rank 0 and rank {group.first} differ: {printable(name)!r} is"
-                    f" {who}",
-                    hint=(
-                        "give every rank the same keys; a value of which each rank has its own goes"
-                        " into a PerRank"
-                    ),
+                    f" {what.format(0 if differing[0] in values else group.first)}",
+                    hint=_SAME_KEYS,
                 )
+
+    def check_objects(self, gathered: Sequence[RankDescription]) -> None:
+        """Refuses two entries of different ranks that have one name.
+
+        Raises:
+            PlanError: with the first such name.
+        """
+        holder: dict[str, int] = {}
+        for rank, one in enumerate(gathered):
+            for name in one.objects:
+                other = holder.setdefault(name, rank)
+                if other != rank or name in self.tensor_of:
+                    kind = "a tensor" if name in self.tensor_of else f"an entry of rank {other}"
+                    raise PlanError(
+                        f"two entries of the state have one name: {printable(name)!r} is {kind},"
+                        f" and an object of rank {rank}",
+                        hint="a PerRank is stored as NAME.rank_0, NAME.rank_1, …: choose other"
+                        " keys",
+                    )
+
+    def check_containers(self) -> None:
+        """Refuses a list on one rank in the place of a dict on another.
+
+        Raises:
+            PlanError: with the first such place.
+        """
+        if len(self.groups) == 1 and not self.has_own_objects:
+            return
+        kinds: dict[tuple[str | int, ...], type] = {}
+        for path in self.paths.values():
+            for depth, key in enumerate(path):
+                if kinds.setdefault(path[:depth], type(key)) is not type(key):
+                    where = ".".join(map(str, path[:depth]))
+                    raise PlanError(
+                        f"ranks have different containers at {printable(where)!r}: a list on one"
+                        " rank, and a dict on another",
+                        hint="give every rank the same containers",
+                    )
 
     def check_tensors(self) -> None:
         """Refuses states in which the names of the tensors differ between ranks.

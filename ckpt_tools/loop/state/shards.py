@@ -85,7 +85,14 @@ def _pieces(
         sizes, offsets = compute_local_shape_and_global_offset(value.shape, mesh, placements)
         box = known[key] = Box(tuple(offsets), tuple(sizes))
     # to_local() would wait for a collective and record a gradient
-    return [(box, value._local_tensor.detach())]
+    local = value._local_tensor
+    if local.shape != box.sizes and box.numel + local.numel():
+        raise PlanError(
+            f"this rank's part of {printable(fqn)!r} has the shape {list(local.shape)}, and its"
+            f" placements say {list(box.sizes)}",
+            hint="make it with distribute_tensor, or with from_local(run_check=True)",
+        )
+    return [(box, local.detach())]
 
 
 def local_part(value: torch.Tensor) -> torch.Tensor:

@@ -608,6 +608,14 @@ class _Exporter:
         for name in (*(self.result.tensors.keys() - self.reused), *self.result.objects):
             if not is_valid_name(name):
                 raise PlanError(f"a name is not valid, or too long: {printable(name)[:200]!r}")
+        for name in self.result.paths if self.result.per_rank else ():
+            above, _, last = name.rpartition(f".{_RANK}")
+            if above in self.result.per_rank and last.isdecimal():
+                raise PlanError(
+                    f"two entries of the state have one name: {printable(name)!r} is where the"
+                    f" PerRank {printable(above)!r} of a rank is stored",
+                    hint="choose other keys",
+                )
 
     def check_meta(self) -> None:
         """Refuses tensors without memory.

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,6 +76,8 @@ def ask(code: str, question: Mapping[str, Any]) -> tuple[Any, str]:
     Raises:
         PlanError: it did not end.
     """
+    import tempfile  # and what packs archives
+
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(question, file)
         file.flush()
