@@ -190,8 +190,8 @@ class _Rows:
 class _Held:
     """The rows in order of tensor, offsets and rank: shards with one offset are copies.
 
-    DCP keeps one chunk per offset. So of a shard with elements and an empty one at the same place,
-    the empty one is left out, and of several empty ones the first is kept.
+    DCP keeps one chunk per offset. So an empty shard is left out if one with elements lies at the
+    same place. Of several empty ones, the first is kept.
 
     Attributes:
         order: `[n]`, the rows.
