@@ -75,7 +75,7 @@ def assemble(
     shape: tuple[int, ...],
     relations: Sequence[Relation],
     entries: Mapping[str, TensorEntry],
-    indexes: dict[str, BoxIndex] | None = None,
+    indexes: dict[int, BoxIndex] | None = None,
 ) -> TensorEntry:
     """Returns a tensor that consists of elements of other tensors.
 
@@ -84,8 +84,9 @@ def assemble(
         relations: with the sources on the left and the result on the right. Together they give each
             of its elements once.
         entries: the sources. Their extents must be RAW, unless they are taken whole.
-        indexes: of the chunks of sources, by name. Pass one dict for many results of the same
-            sources, and each is sorted once.
+        indexes: of the chunks of sources, by their identity, since two optimizers may give a moment
+            the same name. Pass one dict for many results of the same sources, and each is sorted
+            once. The sources must live as long as the dict.
 
     Raises:
         PlanError: the sources differ in type, have other shapes, or are cut into too many pieces.
@@ -102,10 +103,11 @@ def assemble(
     indexes = {} if indexes is None else indexes
     for relation in relations:
         entry = entries[relation.left.name]
-        if entry.fqn not in indexes:
-            indexes[entry.fqn] = BoxIndex([chunk.box for chunk in entry.chunks])
+        index = indexes.get(id(entry))
+        if index is None:
+            index = indexes[id(entry)] = BoxIndex([chunk.box for chunk in entry.chunks])
         for sizes, source, target in _aligned(relation, entry.shape, shape):
-            chunks += _pieces(entry, indexes[entry.fqn], sizes, source, target)
+            chunks += _pieces(entry, index, sizes, source, target)
             if len(chunks) > _MAX_PIECES:
                 raise PlanError(
                     f"more than {_MAX_PIECES:,} pieces of {printable(entry.fqn)!r} would become"

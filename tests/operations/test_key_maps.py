@@ -516,3 +516,25 @@ def test_a_flipped_bit_in_reordered_rows_is_found(part: str, tmp_path: Path) -> 
     with pytest.raises(IntegrityError, match=f"l.{part}"):
         ckpt_tools.convert(tmp_path / "s", tmp_path / "bad", to="dcp", key_map=rules)
     assert not (tmp_path / "bad").exists()
+
+
+def test_moments_of_two_optimizers_with_one_name_are_apart(tmp_path: Path) -> None:
+    """After the first rule both have a moment `a.exp_avg`, and the second joins each."""
+    values = {name: torch.randn(4, 3) for name in ("model", "x", "y")}
+    state: dict[str, Any] = {"model": {"ab": values["model"]}}
+    for name in "xy":
+        state[name] = {
+            "state": {"ab": {"exp_avg": values[name]}},
+            "param_groups": [{"lr": 0.1, "params": ["ab"]}],
+        }
+    torch.save(state, tmp_path / "j.pt")
+    rules = write_map(
+        tmp_path,
+        split=[{"match": "ab", "into": ["a", "b"], "parts": [1, 1]}],
+        fuse=[{"match": "a", "from": ["b", "a"], "into": "ba"}],
+    )
+    got = convert(tmp_path / "j.pt", tmp_path / "o.pt", rules)
+    turned = {name: value.roll(2, 0) for name, value in values.items()}
+    assert torch.equal(got["model"]["ba"], turned["model"])
+    for name in "xy":
+        assert torch.equal(got[name]["state"]["ba"]["exp_avg"], turned[name]), name

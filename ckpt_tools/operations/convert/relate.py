@@ -89,8 +89,8 @@ class _Change:
     ) -> None:
         self.relations, self.left, self.right = relations, left, right
         self.source, self._raw = source, raw
-        self._cut: dict[str, TensorEntry] = {}
-        self.indexes: dict[str, BoxIndex] = {}
+        self._cut: dict[int, tuple[TensorEntry, TensorEntry]] = {}  # by identity
+        self.indexes: dict[int, BoxIndex] = {}
         self.parts_of = {
             made: [*dict.fromkeys(relation.left.name for relation in found)]
             for made, found in relations.items()
@@ -102,9 +102,9 @@ class _Change:
 
     def raw(self, entry: TensorEntry) -> TensorEntry:
         """Returns a tensor with located payloads. Many results may take parts of it."""
-        if entry.fqn not in self._cut:
-            self._cut[entry.fqn] = self._raw(entry)
-        return self._cut[entry.fqn]
+        if id(entry) not in self._cut:
+            self._cut[id(entry)] = entry, self._raw(entry)
+        return self._cut[id(entry)][1]
 
     def of_model(self, model: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         """Returns the model with the results in the place of their first parts."""
