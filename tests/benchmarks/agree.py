@@ -54,14 +54,14 @@ def description(
 ) -> RankDescription:
     infos = shard_infos(rank, num_ranks, num_tensors)
     more = {"step": ("step",)} if rank == 0 else {}
-    return describe_names(RankNames(infos, (*more,), ("step",), {**paths, **more}))
+    return describe_names(RankNames(infos, (*more,), (("step", False),), {**paths, **more}))
 
 
 def ours(num_ranks: int, num_tensors: int) -> tuple[float, int, float, int]:
     """Returns seconds and bytes on rank 0 of a first save, and of the second."""
     infos = shard_infos(0, num_ranks, num_tensors)
     paths = {info.fqn: tuple(info.fqn.split(".")) for info in infos}
-    names = RankNames(infos, ("step",), ("step",), {**paths, "step": ("step",)})
+    names = RankNames(infos, ("step",), (("step", False),), {**paths, "step": ("step",)})
     sent = [pickle.dumps(description(r, num_ranks, num_tensors, paths)) for r in range(num_ranks)]
     began = time.perf_counter()
     with no_gc():  # as `agree` does
