@@ -307,6 +307,7 @@ def _presence_as_json(presence: Presence) -> dict[str, Any]:
         "base": presence.base,
         "told_by": presence.told_by,
         "naming": presence.naming,
+        "prefix": presence.prefix,
         "is_complete": presence.is_complete,
         "num_expected": len(presence.expected),
         "missing": presence.missing,

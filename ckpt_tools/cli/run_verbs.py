@@ -141,14 +141,14 @@ def _show_folder(root: str, where: RunRoot, shared: Shared) -> None:
 
     where.check_exists()
     entries = entries_of(root, shared.storage_options)
-    if shared.as_json:
-        print(json.dumps([render.entry_as_json(root, entry) for entry in entries]))
-        return
     is_one = where.has_file(dcp.LOOKS_FOR) or any(
         entry.name.endswith((".distcp", ".index.json")) for entry in entries
     )
-    print("no steps" + "; a checkpoint itself: see ckpt inspect" * is_one)
-    if entries or not is_one:
+    said = "no steps" + "; a checkpoint itself: see ckpt inspect" * is_one
+    print(said, file=sys.stderr if shared.as_json else sys.stdout)
+    if shared.as_json:
+        print(json.dumps([render.entry_as_json(root, entry) for entry in entries]))
+    elif entries or not is_one:
         render.show_entries(entries)
 
 

@@ -71,7 +71,7 @@ def check_run(
         verify: also read every byte, and compare the checksums.
         every: the distance of steps; a missing one between the first and the last is a problem.
         base: a local directory with a model's `config.json`. Names and shapes of the newest
-            complete step are compared with it.
+            complete step are compared with it, sealed or not.
         unchanged_steps: a trained tensor that is the same in so many steps in a row is a problem. A
             tensor counts as trained if the optimizer has a moment of it, as Adam and SGD with
             momentum do. Of other optimizers, it is a problem if all weights are the same.
@@ -132,10 +132,13 @@ def _model_problems(
     storage_options: Mapping[str, Any] | None,
 ) -> Iterator[RunProblem]:
     """Yields how the newest complete step differs from the model of a configuration."""
+    from ckpt_tools.operations.convert.huggingface import read_config
     from ckpt_tools.operations.inspect import inspect
 
-    newest = next((step for step in reversed(steps) if step.counts), None)
+    read_config(base)  # a directory without one is refused, even if no step can be compared
+    newest = next((s for s in reversed(steps) if not s.problem and not s.superseded_by), None)
     if newest is None:
+        yield RunProblem(steps[-1].number, "another model", "no complete step to compare")
         return
     presence = inspect(newest.path, storage_options, base=base).presence
     for line in presence.lines() if presence is not None else ():

@@ -46,6 +46,9 @@ _OF_OTHERS = re.compile(
     r"(?:input|activation|output|[qkv]|kv|prob)_scale(?:_ub|_inv)?|scale_ub|scale_input"
 )
 _MAX_SCALES = 1 << 26  # of one weight, since they are held in memory
+_IN_ORDER = (None, "weight", "static")  # orders in which groups are columns side by side
+# patterns of modules that are matched in bounded time
+_SIMPLE, _MOST_STARS = re.compile(r"\^?(?:[\w-]|\\\.|\.\*?)*\$?"), 4
 _RECENT = 16  # weights whose scales are kept: more than there are threads
 _DEEPSEEK_BLOCK, _DEEPSEEK = 128, "_scale_inv"  # the size where no config tells another one
 
@@ -89,9 +92,12 @@ def dequantize(
     weights = [weight for weight in weights_in(tensors.values()) if weight.codes in held]
     modules = _by_module(stored) if weights else {}
     told = _told(source) if weights else _Told()
-    codes = (*_CODES, _INT8) if told.is_int8 else _CODES
+    if told.is_turned:
+        return Dequantized(dict(tensors), {}, [])
     fitting = {
-        w.codes: s for w in weights if (s := _scales_of(w, stored, modules, codes)) is not None
+        w.codes: s
+        for w in weights
+        if (s := _scales_of(w, stored, modules, told.types_of(w.codes))) is not None
     }
     if not fitting:
         return Dequantized(dict(tensors), {}, [])
@@ -171,6 +177,14 @@ class _Told(NamedTuple):
 
     blocks: tuple[int, ...] = ()
     is_int8: bool = False
+    ignored: tuple[re.Pattern[str], ...] = ()  # modules of which it does not tell that
+    is_turned: bool = False  # codes times scales are the weights after a rotation
+
+    def types_of(self, codes: str) -> Sequence[str]:
+        """Returns the types of codes that a scale turns into numbers, for one weight."""
+        module = codes.rpartition(".")[0]
+        is_left = any(pattern.match(module) for pattern in self.ignored)
+        return (*_CODES, _INT8) if self.is_int8 and not is_left else _CODES
 
 
 def _told(source: Source) -> _Told:
@@ -182,17 +196,36 @@ def _told(source: Source) -> _Told:
         said = config.get("quantization_config") or config["text_config"]["quantization_config"]
         weights = [group["weights"] for group in (said.get("config_groups") or {}).values()]
         found = [said.get("weight_block_size"), *(one.get("block_structure") for one in weights)]
-        found += [(1, size) for one in weights if (size := one.get("group_size"))]
+        is_sorted = any(one.get("actorder") not in _IN_ORDER for one in weights)
+        found += [(1, size) for one in weights if (size := one.get("group_size")) and not is_sorted]
         blocks = {tuple(one) for one in found if one}
         is_clear = len(blocks) == 1 and all(
             type(n) is int and 0 < n < 1 << 40 for n in (*blocks,)[0]
         )
+        groups = (said.get("config_groups") or {}).values()
         is_int8 = said.get("quant_method") == "compressed-tensors" and all(
             (one["num_bits"], one["type"], one.get("symmetric", True)) == (8, "int", True)
             for one in weights
         )
-        return _Told(blocks.pop() if is_clear else (), is_int8 and bool(weights))
+        is_int8 = is_int8 and all(group.get("targets") == ["Linear"] for group in groups)
+        ignored = [_pattern(name) for name in said.get("ignore") or ()]
+        known = tuple(pattern for pattern in ignored if pattern is not None)
+        return _Told(
+            blocks.pop() if is_clear else (),
+            is_int8 and bool(weights) and len(known) == len(ignored) and not is_sorted,
+            known,
+            bool(said.get("transform_config")),
+        )
     return _Told()
+
+
+def _pattern(name: str) -> re.Pattern[str] | None:
+    """Returns the modules that an entry of `ignore` means; None for one that may take long."""
+    if not name.startswith("re:"):
+        return re.compile(rf"(?:.*\.)?{re.escape(name)}\Z")
+    text = name.removeprefix("re:")
+    is_simple = _SIMPLE.fullmatch(text) and text.count("*") <= _MOST_STARS
+    return re.compile(text) if is_simple else None
 
 
 def _blocks(

@@ -28,6 +28,9 @@ _SHOWN = 6  # other checkpoints that a note names
 RUN, STEP, FOLDER, FILE, LINK = "run", "step", "folder", "file", "link"
 
 
+_NONE = "no checkpoint in it, three levels down"
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One thing in a folder.
@@ -145,7 +148,9 @@ def _folder(above: Store, name: str, may_open: bool, files_left: Iterator[int]) 
             return Entry(shown, RUN, nbytes, about, True)
         if number_in(name) is not None or any(is_ours(each) for each in files):
             kind = STEP if number_in(name) is not None else FOLDER
-            return _opened(shown, kind, nbytes, lambda: open_source_in(store))
+            found = _opened(shown, kind, nbytes, lambda: open_source_in(store))
+            if found.is_readable or found.about != _NONE:
+                return found
         below = [each for each in inside if has_steps(store, each)]
         if below:
             more = f" and {len(below) - 4} more" if len(below) > 4 else ""
@@ -221,7 +226,7 @@ def _unread(name: str, kind: str, nbytes: int | None, error: CheckpointError) ->
             about = f"{error.num_below:,} checkpoints lie below"
             return Entry(name, kind, nbytes, about, True)
         if kind == FOLDER and error.found and not error.is_unfinished:
-            return Entry(name, kind, nbytes, "no checkpoint in it, three levels down", False)
+            return Entry(name, kind, nbytes, _NONE, False)
         text = error.hint if error.is_unfinished and error.hint else error.found or text
     text = text.removeprefix(f"{printable(name)} ")
     return Entry(name, kind, nbytes, f"not read: {text}", False)

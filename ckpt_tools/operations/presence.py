@@ -48,6 +48,7 @@ class Presence:
         base: the model's directory.
         told_by: the release of transformers that read the configuration, or the weights there.
         naming: `hub`, `transformers` (its names in memory) or "" if both are the same.
+        prefix: how names were made to fit, such as "+bert." or "-module."; "" if they fit.
         expected: shape of every tensor of the model.
         missing: names of the model that the checkpoint lacks.
         unexpected: names of the checkpoint that the model does not have.
@@ -57,6 +58,7 @@ class Presence:
     base: str
     told_by: str
     naming: str
+    prefix: str
     expected: Mapping[str, Shape]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -65,10 +67,14 @@ class Presence:
     @property
     def is_complete(self) -> bool:
         """Tells whether names and shapes are those of the model."""
-        return not (self.missing or self.unexpected or self.other_shapes)
+        is_wrapped = self.prefix.startswith("-")  # transformers adds one, and removes none
+        return not (is_wrapped or self.missing or self.unexpected or self.other_shapes)
 
     def lines(self) -> Iterator[str]:
         """Yields the differences, for people. Numbers in names are joined."""
+        if self.prefix:
+            how = "with" if self.prefix[0] == "+" else "without"
+            yield f"names are compared {how} the prefix {printable(self.prefix[1:])!r}"
         yield from self._experts()
         if self.missing:
             number, all_of = len(self.missing), len(self.expected)
@@ -154,7 +160,8 @@ def find_presence(catalog: Catalog, base: str | os.PathLike[str]) -> Presence:
         elif entry.quantized.codes == entry.stored_name:
             shapes[_of_codes(name)] = None  # codes may be packed
     expected = _expected(base)
-    naming = max(expected.namings, key=lambda kind: len(expected.namings[kind].keys() & shapes))
+    naming, prefix = _best_fit(shapes, expected)
+    shapes = {_with_prefix(name, prefix): shape for name, shape in shapes.items()}
     wanted = expected.namings[naming]
     if not wanted.keys() & shapes:
         raise PlanError(
@@ -168,6 +175,7 @@ def find_presence(catalog: Catalog, base: str | os.PathLike[str]) -> Presence:
         os.fspath(base),
         expected.told_by,
         naming if len(expected.namings) > 1 else "",
+        prefix,
         wanted,
         tuple(
             name
@@ -181,6 +189,28 @@ def find_presence(catalog: Catalog, base: str | os.PathLike[str]) -> Presence:
             if shape is not None and name in wanted and shape != wanted[name]
         },
     )
+
+
+def _best_fit(shapes: Collection[str], expected: _Expected) -> tuple[str, str]:
+    """Returns the naming and the prefix with which most names are those of the model.
+
+    A model's body is often saved without the name that the whole model has for it, or the other way
+    around; and a wrapper adds a name of its own.
+    """
+    firsts = {name.partition(".")[0] for name in shapes}
+    found: list[tuple[int, str, str]] = []
+    for naming, wanted in expected.namings.items():
+        prefixes = ["", *(f"+{name.partition('.')[0]}." for name in wanted)]
+        prefixes += [f"-{first}." for first in firsts] if len(firsts) == 1 else []
+        for prefix in dict.fromkeys(prefixes):
+            fitting = sum(_with_prefix(name, prefix) in wanted for name in shapes)
+            found.append((fitting, naming, prefix))
+    _, naming, prefix = max(found, key=lambda item: item[0])  # the first of the best
+    return naming, prefix
+
+
+def _with_prefix(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix[1:]) if prefix[:1] == "-" else prefix[1:] + name
 
 
 def _of_codes(name: str) -> str:

@@ -240,8 +240,23 @@ def test_int8_of_compressed_tensors_becomes_numbers(
         factor = factor.repeat_interleave(256 // factor.shape[1], 1)
         assert torch.equal(got["a.weight"], (codes.float() * factor).to(dtype))
         assert any(note.startswith("dequantized: 1 codes with scales") for note in notes), notes
+    for more in (
+        {"ignore": ["re:.*a$"]},
+        {"ignore": ["a"]},
+        {"ignore": ["re:(x+x+)+y"]},  # takes long, so it is not asked
+        {"transform_config": {"config_groups": {"R1": {}}}},
+        {"config_groups": {"g": {**group, "targets": ["re:.*b$"]}}},
+        {"config_groups": {"g": {**group, "weights": {**how, "actorder": "group"}}}},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said | more}))
+        got, _ = merged(tensors, tmp_path)
+        assert got["a.weight"].dtype is I8, more
+    (tmp_path / "config.json").write_text(
+        json.dumps({"quantization_config": said | {"ignore": ["lm_head", "re:.*gate$"]}})
+    )
+    assert merged(tensors, tmp_path)[0]["a.weight"].dtype is torch.float32
     for changed in ({"num_bits": 4}, {"symmetric": False}, {"type": "float"}):
-        other = {**said, "config_groups": {"g": {"weights": {**how, **changed}}}}
+        other = {**said, "config_groups": {"g": {**group, "weights": {**how, **changed}}}}
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": other}))
         got, _ = merged(tensors, tmp_path)
         assert got["a.weight"].dtype is I8, changed

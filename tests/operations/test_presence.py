@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
@@ -147,3 +148,32 @@ def test_another_model_and_no_config_are_refused(base: Path, tmp_path: Path, ckp
     assert done.returncode == 13 and "no tensor has a name of the model" in done.stderr
     done = ckpt("inspect", tmp_path / "w.safetensors", "--base", tmp_path / "nothing")
     assert done.returncode == 13 and "config.json" in done.stderr, done.stderr
+
+
+def test_a_body_and_a_wrapper_are_compared_under_their_prefix(
+    weights: dict[str, torch.Tensor], base: Path, tmp_path: Path
+) -> None:
+    body = {n.removeprefix("model."): t for n, t in weights.items() if n.startswith("model.")}
+    wrapped = {f"foo.{name}": value for name, value in weights.items()}
+    for tensors, prefix, is_complete in ((body, "+model.", True), (wrapped, "-foo.", False)):
+        save_file(tensors, tmp_path / "w.safetensors")
+        found = ckpt_tools.inspect(tmp_path / "w.safetensors", base=base).presence
+        assert found is not None and found.prefix == prefix
+        assert not found.missing and found.is_complete is is_complete
+        assert f"prefix '{prefix[1:]}'" in next(found.lines())
+
+
+def test_steps_without_a_manifest_are_compared_and_a_wrong_directory_is_refused(
+    model: Any, base: Path, tmp_path: Path, ckpt: Run
+) -> None:
+    state = model.state_dict()
+    for number in (1, 2):
+        dcp.save({"model": state}, checkpoint_id=tmp_path / f"run/step-{number:08d}", no_dist=True)
+        state.pop("model.norm.weight", None)
+    done = ckpt("check", tmp_path / "run", "--base", tmp_path / "nothing")
+    assert done.returncode == 13 and "config.json" in done.stderr, done.stderr
+    for is_sealed in (False, True):
+        done = ckpt("check", tmp_path / "run", "--base", base)
+        assert done.returncode == 1, done.stderr
+        assert "step 2: another model: missing: 1 of" in done.stdout, (is_sealed, done.stdout)
+        assert ckpt("seal", tmp_path / "run/step-00000002").returncode == 0 or is_sealed
