@@ -75,7 +75,7 @@ class NotACheckpointError(CheckpointError):
 
     Attributes:
         found: the first half of the message, for a list; "" if there is no shorter form.
-        is_unfinished: what was found are the files of a save that never ended.
+        is_unfinished: the folder has files of a save that never ended.
         num_below: checkpoints in the folders below.
     """
 

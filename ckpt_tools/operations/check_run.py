@@ -141,8 +141,10 @@ def _model_problems(
         yield RunProblem(steps[-1].number, "another model", "no complete step to compare")
         return
     presence = inspect(newest.path, storage_options, base=base).presence
-    for line in presence.lines() if presence is not None else ():
-        yield RunProblem(newest.number, "another model", line.strip())
+    assert presence is not None
+    for line in presence.lines() if not presence.is_complete else ():
+        if not line.startswith(" "):  # names are for `inspect`
+            yield RunProblem(newest.number, "another model", line)
 
 
 def training_problems(

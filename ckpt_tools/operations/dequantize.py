@@ -194,33 +194,35 @@ def _told(source: Source) -> _Told:
             return _Told()
         config = parse_json(read(source.folder, "config.json"))
         said = config.get("quantization_config") or config["text_config"]["quantization_config"]
-        weights = [group["weights"] for group in (said.get("config_groups") or {}).values()]
-        found = [said.get("weight_block_size"), *(one.get("block_structure") for one in weights)]
+        groups = (said.get("config_groups") or {}).values()
+        weights = [group["weights"] for group in groups]
         is_sorted = any(one.get("actorder") not in _IN_ORDER for one in weights)
+        found = [said.get("weight_block_size"), *(one.get("block_structure") for one in weights)]
         found += [(1, size) for one in weights if (size := one.get("group_size")) and not is_sorted]
         blocks = {tuple(one) for one in found if one}
         is_clear = len(blocks) == 1 and all(
             type(n) is int and 0 < n < 1 << 40 for n in (*blocks,)[0]
         )
-        groups = (said.get("config_groups") or {}).values()
-        is_int8 = said.get("quant_method") == "compressed-tensors" and all(
-            (one["num_bits"], one["type"], one.get("symmetric", True)) == (8, "int", True)
-            for one in weights
-        )
-        is_int8 = is_int8 and all(group.get("targets") == ["Linear"] for group in groups)
         ignored = [_pattern(name) for name in said.get("ignore") or ()]
         known = tuple(pattern for pattern in ignored if pattern is not None)
+        is_int8 = said.get("quant_method") == "compressed-tensors" and all(
+            (one.get("num_bits"), one.get("type"), one.get("symmetric", True)) == (8, "int", True)
+            for one in weights
+        )
+        is_plain = not is_sorted and all(group.get("targets") == ["Linear"] for group in groups)
         return _Told(
             blocks.pop() if is_clear else (),
-            is_int8 and bool(weights) and len(known) == len(ignored) and not is_sorted,
+            bool(weights) and is_int8 and is_plain and len(known) == len(ignored),
             known,
             bool(said.get("transform_config")),
         )
     return _Told()
 
 
-def _pattern(name: str) -> re.Pattern[str] | None:
+def _pattern(name: object) -> re.Pattern[str] | None:
     """Returns the modules that an entry of `ignore` means; None for one that may take long."""
+    if not isinstance(name, str):
+        return None
     if not name.startswith("re:"):
         return re.compile(rf"(?:.*\.)?{re.escape(name)}\Z")
     text = name.removeprefix("re:")

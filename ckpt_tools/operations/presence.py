@@ -1,13 +1,14 @@
 """Compares the names and shapes of a checkpoint's model with those of a model's configuration.
 
-Experts that are missing, or were saved by other ranks, make no save and no conversion fail. The
-configuration tells how many there should be.
+No save and no conversion fails because experts are missing. The configuration tells how many there
+should be.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,6 +25,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.")
 _FUSED = re.compile(r".*\bexperts\b")
 _MOST = 12  # patterns of names that are shown
+_MOST_PREFIXES = 16  # that are tried: a model has few parts
 
 
 class _Expected(NamedTuple):
@@ -118,22 +120,11 @@ def _count(names: Collection[str]) -> str:
     return f"{len(names):,} tensor{'s' * (len(names) != 1)}"
 
 
-def _by_pattern(names: Sequence[str], among: Collection[str] | None = None) -> Iterator[str]:
-    counts: dict[str, int] = {}
-    for name in names:
-        pattern = _NUMBER.sub("*", name)
-        counts[pattern] = counts.get(pattern, 0) + 1
-    totals: dict[str, int] = {}
-    for name in among or ():
-        pattern = _NUMBER.sub("*", name)
-        totals[pattern] = totals.get(pattern, 0) + 1
+def _by_pattern(names: Collection[str], among: Collection[str] | None = None) -> Iterator[str]:
+    counts, totals = (Counter(_NUMBER.sub("*", n) for n in some or ()) for some in (names, among))
     for pattern, number in list(counts.items())[:_MOST]:
         of = f" of {totals[pattern]:,}" if among is not None else ""
-        yield (
-            f"  {printable(pattern)} ({number:,}{of})"
-            if "*" in pattern
-            else f"  {printable(pattern)}"
-        )
+        yield f"  {printable(pattern)}" + f" ({number:,}{of})" * ("*" in pattern)
     if len(counts) > _MOST:
         yield f"  … and {len(counts) - _MOST:,} more kinds of names"
 
@@ -166,7 +157,8 @@ def find_presence(catalog: Catalog, base: str | os.PathLike[str]) -> Presence:
     if not wanted.keys() & shapes:
         raise PlanError(
             f"no tensor has a name of the model in {printable(os.fspath(base))}: the checkpoint has"
-            f" {printable(next(iter(shapes), 'none'))!r}, the model {next(iter(wanted), 'none')!r}",
+            f" {printable(next(iter(shapes), 'none'))!r}, the model"
+            f" {printable(next(iter(wanted), 'none'))!r}",
             hint="is it the config of these weights? ckpt convert --key-map gives them the model's"
             " names",
         )
@@ -197,12 +189,13 @@ def _best_fit(shapes: Collection[str], expected: _Expected) -> tuple[str, str]:
     A model's body is often saved without the name that the whole model has for it, or the other way
     around; and a wrapper adds a name of its own.
     """
-    firsts = {name.partition(".")[0] for name in shapes}
+    own = dict.fromkeys(name.partition(".")[0] for name in shapes)
     found: list[tuple[int, str, str]] = []
     for naming, wanted in expected.namings.items():
-        prefixes = ["", *(f"+{name.partition('.')[0]}." for name in wanted)]
-        prefixes += [f"-{first}." for first in firsts] if len(firsts) == 1 else []
-        for prefix in dict.fromkeys(prefixes):
+        firsts = dict.fromkeys(name.partition(".")[0] for name in wanted)
+        prefixes = ["", *(f"+{first}." for first in list(firsts)[:_MOST_PREFIXES])]
+        prefixes += [f"-{first}." for first in own] if len(own) == 1 else []
+        for prefix in prefixes:
             fitting = sum(_with_prefix(name, prefix) in wanted for name in shapes)
             found.append((fitting, naming, prefix))
     _, naming, prefix = max(found, key=lambda item: item[0])  # the first of the best

@@ -110,9 +110,9 @@ def du(root: Path_, *, storage_options: Mapping[str, Any] | None = None) -> list
 
 def bytes_of(where: RunRoot, steps: Sequence[Step]) -> list[StepBytes]:
     """Returns the bytes of each step of a run, as `du` does."""
-    current = [step for step in steps if not step.superseded_by]
     from ckpt_tools.operations.thin import thin_steps  # and the path of every write
 
+    current = [step for step in steps if not step.superseded_by]
     result = thin_steps(where, current, 1, reads=False, dry_run=True, options={})
     freed = {step.path: step.freed_nbytes for step in result.thinned}
     return [_of_step(step, freed.get(str(step.path), 0)) for step in steps]

@@ -96,10 +96,9 @@ class LocalRoot:
             found = sorted(os.scandir(self.path), key=lambda e: e.name)
         except FileNotFoundError:
             return RootEntries({}, ())
-        except NotADirectoryError:
-            self.check_exists()
-            raise  # it is a directory by now
         except OSError as error:
+            if isinstance(error, NotADirectoryError):
+                self.check_exists()
             raise failed("list", self.path, error) from error
         folders = {e.name: LocalStore(e.path) for e in found if _is_folder(e)}
         self.looks.keep(folders)

@@ -114,7 +114,7 @@ def test_the_metadata_of_a_large_job_is_read_so_too(tmp_path: Path) -> None:
         (tmp_path / "run" / ".metadata").write_bytes(text)
         found = dcp.read_catalog(LocalStore(tmp_path / "run"))
         assert all(
-            isinstance(t.chunks, ChunkTable) == (len(t.chunks) >= dcp._COLUMNS_FROM)
+            isinstance(t.chunks, ChunkTable) == (len(t.chunks) >= dcp.COLUMNS_FROM)
             for t in found.tensors.values()
         )
         assert any(isinstance(t.chunks, ChunkTable) for t in found.tensors.values())

@@ -17,7 +17,6 @@ from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, Template, Te
 from ckpt_tools.loop.saving.agreement import MetadataHead, WriteTask
 from ckpt_tools.loop.saving.description import RankNames
 from ckpt_tools.loop.saving.replicas import replica_tasks
-from ckpt_tools.loop.saving.write import numbers_by_file
 from ckpt_tools.loop.state.shard_info import ReplicaKind, ShardInfo
 from ckpt_tools.publish.manifest import SealedTensor
 
@@ -48,7 +47,7 @@ def _kinds(gathered: Sequence[RankNames]) -> dict[str, ReplicaKind]:
     }
 
 
-def _check_values(values: Sequence[tuple[str, ...]], tensors: set[str]) -> None:
+def _check_values(values: Sequence[tuple[tuple[str, bool], ...]], tensors: set[str]) -> None:
     """Refuses states in which the names of the values differ between ranks.
 
     Only rank 0's values would be stored, and no rank could load the others.
@@ -210,6 +209,12 @@ def _spread(
     )
 
 
+def _numbers_by_file(shards: Sequence[ShardInfo]) -> list[list[int]]:
+    frozen = [n for n, shard in enumerate(shards) if shard.is_frozen]
+    others = [n for n, shard in enumerate(shards) if not shard.is_frozen]
+    return [others, frozen] if frozen else [others]
+
+
 def _head(
     infos: Sequence[Sequence[ShardInfo]],
     tasks: Sequence[WriteTask],
@@ -224,7 +229,7 @@ def _head(
     alike: dict[tuple[tuple[tuple[int, ...], str], ...], tuple[int, list[tuple[int, int]]]] = {}
     for rank, (mine, task) in enumerate(zip(infos, tasks, strict=True)):
         shards = [mine[number] for number in task.shards]
-        for file_number, numbers in enumerate(numbers_by_file(shards)):
+        for file_number, numbers in enumerate(_numbers_by_file(shards)):
             pieces = [shards[number] for number in numbers]
             key = tuple((p.box.sizes, p.dtype) for p in pieces)
             if key not in alike:  # most files are laid out like that of another rank

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from ckpt_tools.formats.dcp.metadata import ItemLocation, parse_metadata
 from ckpt_tools.loop.saving.agreement import MetadataHead, WriteTask, assign
 from ckpt_tools.loop.saving.description import RankNames, describe_names
 from ckpt_tools.loop.state.shard_info import ReplicaKind, ShardInfo
+from tests.jobs import ROOT
 from tests.loop.plain_agreement import agreed
 
 DTYPES = ("float32", "bfloat16", "int64", "uint8", "float8_e4m3fn")
@@ -217,3 +221,26 @@ def test_tables_with_the_same_bytes_and_other_dims_are_apart() -> None:
     read = parse_metadata(head.template.render({}, "id"), "")
     assert [len(box.offsets) for box in read.tensors["four"].boxes] == [4] * 16
     assert [len(box.offsets) for box in read.tensors["two"].boxes] == [2] * 32
+
+
+def test_a_shard_of_another_shape_than_its_placements_say_is_refused(tmp_path: Path) -> None:
+    """As `from_local` makes it, which takes any tensor for the rank's part."""
+    code = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+import ckpt_tools
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+part = DTensor.from_local(
+    torch.ones(3, 2), mesh, [Shard(0)], run_check=False, shape=(2, 2), stride=(2, 1)
+)
+try:
+    ckpt_tools.save(sys.argv[1], {"w": part})
+except ckpt_tools.PlanError as error:
+    print(error)
+"""
+    words = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "s")]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    wanted = "this rank's part of 'w' has the shape [3, 2], and its placements say [2, 2]"
+    assert done.stdout.strip() == wanted, done.stderr
+    assert not (tmp_path / "s").exists()

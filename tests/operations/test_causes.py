@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -110,6 +111,18 @@ def test_the_parent_of_runs_is_named(tmp_path: Path, ckpt: Run) -> None:
         assert done.returncode == 10, words
         assert done.stderr.startswith("error: not a directory: "), (words, done.stderr)
         assert "ckpt inspect shows a file" in done.stderr, words
+
+
+def test_a_folder_with_two_sealed_files_is_not_empty(tmp_path: Path, ckpt: Run) -> None:
+    (tmp_path / "two").mkdir()
+    save_file({"w": torch.ones(2)}, tmp_path / "two/a.safetensors")
+    ckpt_tools.merge(tmp_path / "two/a.safetensors", tmp_path / "two/b.safetensors")
+    (entry,) = json.loads(ckpt("ls", tmp_path, "--json").stdout)
+    assert entry["about"] == "files of checkpoints: a.safetensors, b.safetensors", entry
+    (tmp_path / "two/a.safetensors").unlink()
+    os.truncate(tmp_path / "two/b.safetensors", 50)
+    (entry,) = json.loads(ckpt("ls", tmp_path, "--json").stdout)
+    assert entry["about"].startswith("not read: "), entry
 
 
 def test_a_dry_run_tells_that_the_destination_exists(tmp_path: Path, ckpt: Run) -> None:

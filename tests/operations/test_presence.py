@@ -161,6 +161,8 @@ def test_a_body_and_a_wrapper_are_compared_under_their_prefix(
         assert found is not None and found.prefix == prefix
         assert not found.missing and found.is_complete is is_complete
         assert f"prefix '{prefix[1:]}'" in next(found.lines())
+    ckpt_tools.save(tmp_path / "run/step-00000001", {"model": body})
+    assert ckpt_tools.check_run(tmp_path / "run", base=base) == []
 
 
 def test_steps_without_a_manifest_are_compared_and_a_wrong_directory_is_refused(

@@ -58,7 +58,7 @@ LOOKS_FOR = ".metadata"
 _PAGE_BYTES = 4096
 _ALIGNED_BYTES = 64 << 10  # of a payload: shorter ones would grow too much
 _MANY_BYTES = 1 << 20  # a `.metadata` of this size has about 5,000 chunks
-_COLUMNS_FROM = 16  # chunks of a tensor
+COLUMNS_FROM = 16  # chunks of a tensor
 _MAX_MORE_BYTES = 512  # torch adds a hash of the contents after the payload
 _DATA_FILE = re.compile(rf"__([0-9]+)_[0-9]+(?:\.{SHORT_ID})?\.distcp$")
 _MAX_RESOLVED_BYTES = 64 << 20
@@ -336,7 +336,7 @@ def _read_many(store: Store, name: str, crcs: LateChecksums) -> _Read | None:
             aside.add(fqn, f"a quantized tensor, {meta.dtype}", chunks[fqn])
             continue
         columns = chunks[fqn]  # for few chunks, arrays are slower than objects
-        kept = columns if len(columns) >= _COLUMNS_FROM else ChunkList(columns)
+        kept = columns if len(columns) >= COLUMNS_FROM else ChunkList(columns)
         entries[fqn] = TensorEntry(fqn, by_name(meta.dtype, repr(printable(fqn))), meta.shape, kept)
     del chunks
     trim()

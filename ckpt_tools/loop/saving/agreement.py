@@ -25,12 +25,12 @@ from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, Template, TensorMeta
 from ckpt_tools.loop.saving.description import JobNames, RankDescription, RankNames, describe_names
 from ckpt_tools.loop.saving.replicas import ReplicaTask, replica_tasks
+from ckpt_tools.loop.saving.write import numbers_by_file
 from ckpt_tools.loop.state.shard_info import ReplicaKind
 from ckpt_tools.publish.manifest import SealedTensor
 from ckpt_tools.ranks.gloo import GlooGroup
 
 _WHAT = "agree on the layout"
-_FEW = 16  # chunks of a tensor that are kept as objects, because those cost less to query
 
 
 class WriteTask(NamedTuple):
@@ -214,18 +214,18 @@ class _Held:
         which = np.cumsum(is_new) - 1
         has = rows.numel[order] > 0
         if not len(order):
-            self.is_holder, self.has = has, has
+            self.is_holder = has
             return
         sizes, places = rows.sizes[order], np.arange(len(order))
         first = np.minimum.reduceat(np.where(has, places, len(order)), self.starts)
-        self.has = first < len(order)  # of each set: some copy has elements
-        model = np.where(self.has, first, self.starts)[which]
+        is_held = first < len(order)  # of each set: some copy has elements
+        model = np.where(is_held, first, self.starts)[which]
         is_same = (sizes == sizes[model]).all(axis=1)
         wrong = has & ~is_same
         if wrong.any():
             at = int(np.flatnonzero(wrong)[np.argmin(order[wrong])])
             self._refuse(int(order[at]), int(order[model[at]]))
-        self.is_holder = np.where(self.has[which], has, is_same)
+        self.is_holder = np.where(is_held[which], has, is_same)
 
     def _refuse(self, row: int, other: int) -> None:
         rows = self.rows
@@ -331,7 +331,7 @@ def _by_tensor(
     """Splits the chunks of all tensors, which are in order. Few are objects, many stay columns."""
     cuts = np.searchsorted(tensor, np.arange(len(job.fqns) + 1))
     counts = np.diff(cuts)
-    few = np.flatnonzero((counts < _FEW)[tensor])
+    few = np.flatnonzero((counts < dcp.COLUMNS_FROM)[tensor])
     rows = zip(
         table.offsets[few].tolist(),
         table.sizes[few].tolist(),
@@ -341,9 +341,9 @@ def _by_tensor(
         strict=True,
     )
     found: list[ChunkList | ChunkTable] = []
-    for shape, low, count in zip(job.shapes, cuts.tolist(), counts.tolist(), strict=False):
+    for shape, low, count in zip(job.shapes, cuts[:-1].tolist(), counts.tolist(), strict=True):
         dims = len(shape)
-        if count < _FEW:
+        if count < dcp.COLUMNS_FROM:
             found.append(
                 ChunkList(
                     Chunk(
@@ -381,20 +381,22 @@ def _placed(
     sizes: dict[str, int] = {}
     file = np.zeros(len(rows.tensor), np.int32)
     start, nbytes = (np.zeros(len(rows.tensor), np.int64) for _ in range(2))
-    type_of = np.array([[*BY_NAME].index(dtype) for dtype in job.dtypes], np.int16)
+    types = [*BY_NAME]
+    type_of = np.array([types.index(dtype) for dtype in job.dtypes], np.int16)
+    dims_of = np.array([len(shape) for shape in job.shapes], np.int8)
     alike: dict[bytes, tuple[int, Ints]] = {}  # most files are laid out like that of another rank
     for rank, mine in rows.by_rank(written):
-        is_frozen = rows.frozen[mine]
-        parts = [mine[~is_frozen], mine[is_frozen]] if is_frozen.any() else [mine]
-        for number, part in enumerate(parts):
-            dims = [len(job.shapes[at]) for at in rows.tensor[part].tolist()]
-            key = b"".join(
-                (rows.sizes[part].tobytes(), type_of[rows.tensor[part]].tobytes(), bytes(dims))
-            )
+        for number, numbers in enumerate(numbers_by_file(rows.frozen[mine])):
+            part = mine[numbers]
+            tensors = rows.tensor[part]
+            dims = dims_of[tensors]
+            key = b"".join(array.tobytes() for array in (rows.sizes[part], type_of[tensors], dims))
             if key not in alike:
-                boxes = (rows.box(row, d) for row, d in zip(part.tolist(), dims, strict=True))
-                types = (BY_NAME[job.dtypes[at]] for at in rows.tensor[part].tolist())
-                laid_out, slots = dcp.lay_out_rank(rank, zip(boxes, types, strict=True))
+                boxes = (
+                    rows.box(row, d) for row, d in zip(part.tolist(), dims.tolist(), strict=True)
+                )
+                kinds = (BY_NAME[job.dtypes[at]] for at in tensors.tolist())
+                laid_out, slots = dcp.lay_out_rank(rank, zip(boxes, kinds, strict=True))
                 spans = [(place.start, place.nbytes) for _, place in slots]
                 alike[key] = laid_out.nbytes, np.array(spans, np.int64).reshape(-1, 2)
             name = dcp.data_file_name(rank, number)

@@ -12,6 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from ckpt_tools.core.catalog import Catalog, Chunk, ChunkList, Extent, TensorEntry
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.dtypes import BY_NAME
@@ -92,18 +95,18 @@ class RankFile(NamedTuple):
     remark: str = ""
 
 
-def numbers_by_file(pieces: Sequence[ShardInfo]) -> list[tuple[int, ...]]:
+def numbers_by_file(is_frozen: npt.NDArray[np.bool_]) -> list[npt.NDArray[np.int64]]:
     """Returns the numbers of the shards in each file of a rank. The second file has frozen ones."""
-    frozen = tuple(n for n, piece in enumerate(pieces) if piece.is_frozen)
-    others = tuple(n for n, piece in enumerate(pieces) if not piece.is_frozen)
-    return [others, frozen] if frozen else [others]
+    others, frozen = np.flatnonzero(~is_frozen), np.flatnonzero(is_frozen)
+    return [others, frozen] if len(frozen) else [others]
 
 
 def plan_rank_files(rank: int, pieces: Sequence[ShardInfo]) -> tuple[FilePlan, ...]:
     """Plans a rank's files, for the shards that it writes."""
+    files = numbers_by_file(np.array([piece.is_frozen for piece in pieces], bool))
     return tuple(
-        _plan_file(rank, number, numbers, [pieces[n] for n in numbers])
-        for number, numbers in enumerate(numbers_by_file(pieces))
+        _plan_file(rank, number, tuple(numbers.tolist()), [pieces[n] for n in numbers])
+        for number, numbers in enumerate(files)
     )
 
 

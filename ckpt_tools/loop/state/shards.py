@@ -90,7 +90,7 @@ def _pieces(
         raise PlanError(
             f"this rank's part of {printable(fqn)!r} has the shape {list(local.shape)}, and its"
             f" placements say {list(box.sizes)}",
-            hint="make it with distribute_tensor, or with from_local(run_check=True)",
+            hint="make it with distribute_tensor, or tell from_local the whole shape",
         )
     return [(box, local.detach())]
 

@@ -609,6 +609,8 @@ class _Exporter:
             if not is_valid_name(name):
                 raise PlanError(f"a name is not valid, or too long: {printable(name)[:200]!r}")
         for name in self.result.paths if self.result.per_rank else ():
+            if f".{_RANK}" not in name:
+                continue
             above, _, last = name.rpartition(f".{_RANK}")
             if above in self.result.per_rank and last.isdecimal():
                 raise PlanError(
