@@ -6,10 +6,12 @@ The command calls `begin` from its signal handlers. Nothing here happens in a tr
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_tools.errors import StorageError
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future  # `ckpt inspect` starts no threads
 
 T = TypeVar("T")
 

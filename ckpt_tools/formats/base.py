@@ -6,7 +6,6 @@ requests.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -237,8 +236,10 @@ def short_name(name: str) -> str:
     data = name.encode(errors="surrogateescape")  # file names are bytes
     if len(data) <= _MAX_NAME_BYTES:
         return name
+    from hashlib import sha256  # with OpenSSL, and few names are that long
+
     kept = data[: _MAX_NAME_BYTES - 17].decode(errors="ignore")
-    return f"{kept}~{hashlib.sha256(data).hexdigest()[:16]}"
+    return f"{kept}~{sha256(data).hexdigest()[:16]}"
 
 
 def note_name(kind: str, attempt: str, file: str = "") -> str:

@@ -7,7 +7,6 @@ Source: the layout of huggingface_hub's cache, `snapshots/REVISION/NAME -> ../..
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -37,6 +36,8 @@ def find_damaged(
 
 
 def _new_hash(blob: str, nbytes: int) -> Any:
+    import hashlib  # with OpenSSL, and few files are in the Hub's cache
+
     if len(blob) == 64:
         return hashlib.sha256()
     return hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False) if len(blob) == 40 else None

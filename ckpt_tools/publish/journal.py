@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -55,6 +54,8 @@ def identify(operation: str, plan: Plan, source: Store, changes: str) -> str:
         source: where it is read; with a file that is not the same any more the digest is another.
         changes: the changes of values on the way, other than casts.
     """
+    from hashlib import sha256  # with OpenSSL
+
     names: Sequence[str] = ()
     files, digest = set[str](), sha256()
 

@@ -18,7 +18,7 @@ from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.publish.base import Attempt, Destination, SharedStore
 from ckpt_tools.ranks.base import Group
 from ckpt_tools.storage import WritableStore
-from ckpt_tools.storage.s3.multipart import part_starts
+from ckpt_tools.storage.s3.parts import part_starts
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.publish.base import CopiedRange, CopyTarget
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.storage import Capabilities, Writer
-from ckpt_tools.storage.s3.multipart import MAX_PARTS, MIN_PART_BYTES, PART_BYTES
+from ckpt_tools.storage.s3.parts import MAX_PARTS, MIN_PART_BYTES, PART_BYTES
 from ckpt_tools.transfer.prove import SealedFingerprint
 
 _MAX_COPY_BYTES = 256 << 20

@@ -27,7 +27,7 @@ from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.run.roots import open_root
 from ckpt_tools.run.steps import list_steps
 from ckpt_tools.storage import LocalStore, RemoteStore
-from ckpt_tools.storage.s3.multipart import MAX_PARTS, MIN_PART_BYTES, part_starts
+from ckpt_tools.storage.s3.parts import MAX_PARTS, MIN_PART_BYTES, part_starts
 from tests.command import run_ckpt
 from tests.servers.buckets import MIB, names, save_locally, tensors, uploads
 from tests.servers.servers import Server

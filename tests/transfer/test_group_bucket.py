@@ -21,7 +21,7 @@ from ckpt_tools.core.plan import Plan, plan_transfer
 from ckpt_tools.engine.partition import cut_regions, within_regions
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.registry import Request, TargetTensor
-from ckpt_tools.storage.s3.multipart import part_starts
+from ckpt_tools.storage.s3.parts import part_starts
 from tests.jobs import LONG, interrupt, torchrun_command
 from tests.servers.buckets import real
 from tests.servers.hosts import ended, network, reachable, two_by_two

@@ -27,7 +27,7 @@ from ckpt_tools.core.plan import num_cells
 from ckpt_tools.formats.registry import open_source
 from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.storage import LocalStore, RemoteStore
-from ckpt_tools.storage.s3.multipart import MAX_PARTS, MIN_PART_BYTES
+from ckpt_tools.storage.s3.parts import MAX_PARTS, MIN_PART_BYTES
 from ckpt_tools.transfer.server_copy import CopyRange, cut_parts
 from tests.conftest import torchrun
 from tests.servers.buckets import MIB, save_locally, tensors, uploads

@@ -58,14 +58,9 @@ from ckpt_tools.storage import RemoteStore, Store, WritableStore, Writer, read
 from ckpt_tools.storage.base import MAX_NOTE_BYTES
 from ckpt_tools.storage.object_info import ObjectInfo
 from ckpt_tools.storage.retries import appeared
-from ckpt_tools.storage.s3.multipart import (
-    MAX_PARTS,
-    MIN_PART_BYTES,
-    Upload,
-    UploadOptions,
-    part_starts,
-)
+from ckpt_tools.storage.s3.multipart import Upload, UploadOptions
 from ckpt_tools.storage.s3.open_uploads import OpenUpload, list_parts
+from ckpt_tools.storage.s3.parts import MAX_PARTS, MIN_PART_BYTES, part_starts
 
 _UPLOAD_ID = re.compile(r"[!-~]{1,2000}")
 _ASKERS = 16

@@ -32,17 +32,11 @@ from ckpt_tools.storage.retries import (
 )
 from ckpt_tools.storage.s3.client import S3, encoded, stored_crc64
 from ckpt_tools.storage.s3.open_uploads import OpenUpload, SentPart
+from ckpt_tools.storage.s3.parts import part_starts
 
-PART_BYTES, MIN_PART_BYTES, MAX_PARTS = 8 << 20, 5 << 20, 10_000
 MARK, CLAIM, OWNER = "ckpt-upload", "ckpt-crc64nvme", "ckpt-attempt"
 _CONFLICT, _EXISTS = 409, 412
 _COPY_WEIGHT = 4 << 20  # counted bytes in flight of a copy, which allow 16 copies at the same time
-
-
-def part_starts(nbytes: int) -> Sequence[int]:
-    """Returns the starts of a file's parts: equal sizes in whole MiB, and at most 10,000 parts."""
-    mebibytes = -(-nbytes // (MAX_PARTS << 20))
-    return range(0, nbytes, max(PART_BYTES, mebibytes << 20))
 
 
 class _Part:
