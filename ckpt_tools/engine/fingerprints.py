@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -155,6 +155,73 @@ class Fingerprints:
         for piece in set(self.noted.shares.get(fqn, ())):
             share ^= piece.crc64
         return share
+
+
+def share_rows(noted: TensorHashes, numbers: Mapping[str, int]) -> Words:
+    """Returns what a rank has noted as numbers, so that the notes of many ranks are small.
+
+    Args:
+        noted: the notes. Neighbouring pieces are joined.
+        numbers: the number of each tensor, the same on all ranks.
+
+    Returns:
+        `[n, 4]`: twice the number of the tensor, plus 1 if the part is not contiguous; start and
+        bytes of the part; its share of the fingerprint.
+    """
+    rows = array("Q")
+    for name, nbytes in noted.sizes.items():
+        key = 2 * numbers[name]
+        for piece in _neighbours(noted.pieces.get(name, ())):
+            behind = nbytes - piece.start - piece.nbytes
+            share = combine_crc64nvme(piece.crc64, 0, behind)
+            rows.extend((key, piece.start, piece.nbytes, share))
+        for piece in noted.shares.get(name, ()):
+            rows.extend((key + 1, piece.start, piece.nbytes, piece.crc64))
+    return np.frombuffer(rows, np.uint64).reshape(-1, 4)
+
+
+def join_rows(rows: Words, nbytes: Words) -> dict[int, int | None]:
+    """Returns the fingerprint of each tensor by its number; None if parts are missing or differ.
+
+    Args:
+        rows: `[n, 4]`, as of `share_rows`, from all ranks. A part may be in it several times.
+        nbytes: bytes of each tensor, by number.
+    """
+    rows = rows[np.lexsort((*rows[:, ::-1].T[:3], rows[:, 0] >> np.uint64(1)))]
+    is_new = np.ones(len(rows), bool)
+    is_new[1:] = (rows[1:] != rows[:-1]).any(axis=1)
+    rows = rows[is_new]
+    if not len(rows):
+        return {}
+    number, starts, sizes = (rows[:, 0] >> np.uint64(1)).astype(np.int64), rows[:, 1], rows[:, 2]
+    ends, first = starts + sizes, np.flatnonzero(np.diff(number, prepend=-1))
+    expected = np.concatenate(([np.uint64(0)], ends[:-1]))
+    expected[first] = 0
+    found, has_shares = number[first], np.logical_or.reduceat(rows[:, 0] % 2 == 1, first)
+    is_whole = (
+        (np.add.reduceat(sizes, first) == nbytes[found])
+        & np.logical_and.reduceat(ends <= nbytes[number], first)
+        & (has_shares | np.logical_and.reduceat(starts == expected, first))
+    )
+    joined = np.bitwise_xor.reduceat(rows[:, 3], first)
+    return {
+        tensor: crc if ok else None
+        for tensor, crc, ok in zip(found.tolist(), joined.tolist(), is_whole.tolist(), strict=True)
+    }
+
+
+def _neighbours(ranges: Iterable[HashedRange]) -> Iterator[HashedRange]:
+    last: HashedRange | None = None
+    for piece in sorted(set(ranges)):
+        if last is not None and piece.start == last.start + last.nbytes:
+            crc = combine_crc64nvme(last.crc64, piece.crc64, piece.nbytes)
+            last = HashedRange(last.start, last.nbytes + piece.nbytes, crc, 0)
+            continue
+        if last is not None:
+            yield last
+        last = piece
+    if last is not None:
+        yield last
 
 
 def share_of(data: Bytes, box: Box, shape: tuple[int, ...], itemsize: int) -> int:

@@ -13,8 +13,15 @@ from awscrt.checksums import crc64nvme
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.core.box import Box
-from ckpt_tools.engine.fingerprints import share_of
+from ckpt_tools.core.box import Box, flat_start, is_flat
+from ckpt_tools.engine.fingerprints import (
+    HashedRange,
+    HashedRanges,
+    TensorHashes,
+    join_rows,
+    share_of,
+    share_rows,
+)
 
 
 @st.composite
@@ -43,6 +50,58 @@ def test_shares_of_boxes_make_the_fingerprint_of_the_whole(
     assert found == crc64nvme(full.tobytes())
 
 
+@given(
+    st.lists(tilings(), min_size=1, max_size=4),
+    st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    st.integers(0, 2**32),
+    st.sampled_from(["", "", "missing", "wrong", "overlap"]),
+)
+def test_the_notes_of_many_ranks_make_the_fingerprints(
+    tensors: list[tuple[list[int], int, list[list[int]]]],
+    mesh: tuple[int, int],
+    seed: int,
+    fault: str,
+) -> None:
+    """Each part belongs to one rank of each replica. A fault is in the first tensor only."""
+    rng, (num_replicas, num_owners) = np.random.default_rng(seed), mesh
+    ranks = [[TensorHashes({}, {}, {}) for _ in range(num_owners)] for _ in range(num_replicas)]
+    expected, is_faulty, sizes = {}, False, []
+    for number, (shape, itemsize, cuts) in enumerate(tensors):
+        full = rng.integers(0, 256, (*shape, itemsize), np.uint8)
+        expected[number], name = crc64nvme(full.tobytes()), f"t{number}"
+        sizes.append(full.size)
+        for corner in itertools.product(*(range(len(c) - 1) for c in cuts)):
+            low = tuple(c[i] for c, i in zip(cuts, corner, strict=True))
+            box = Box(low, tuple(c[i + 1] - o for c, i, o in zip(cuts, corner, low, strict=True)))
+            data = np.ascontiguousarray(full[box.slices()]).reshape(-1)
+            is_first = number == 0 and not any(corner)
+            start, at = flat_start(box, tuple(shape)) * itemsize, is_flat(box, tuple(shape))
+            if is_first and fault == "missing":
+                is_faulty = True
+                continue
+            owner = rng.integers(num_owners)
+            for replica in ranks:
+                hashes = replica[owner]
+                table = hashes.pieces if at else hashes.shares
+                crc = crc64nvme(data) if at else share_of(data, box, tuple(shape), itemsize)
+                found = table.setdefault(name, HashedRanges())
+                found.append(HashedRange(start, len(data), crc, 0))
+                hashes.sizes[name] = full.size
+                if is_first and fault == "wrong" and replica is ranks[0]:
+                    found.append(HashedRange(start, len(data), crc ^ 1, 0))
+                    is_faulty = True
+                if is_first and fault == "overlap" and at and len(data) > 1:
+                    found.append(HashedRange(start + 1, len(data) - 1, crc, 0))
+                    is_faulty = True
+    numbers = {f"t{number}": number for number in expected}
+    rows = np.concatenate([share_rows(hashes, numbers) for hashes in itertools.chain(*ranks)])
+    joined = join_rows(rows, np.array(sizes, np.uint64))
+    if is_faulty:  # nothing is known of it, or nothing was noted
+        assert joined.pop(0, None) is None
+        del expected[0]
+    assert joined == expected
+
+
 @pytest.mark.parametrize("columns", [1, 7, 64, 255, 256, 300, 4096])
 def test_short_and_long_runs(columns: int) -> None:
     """Runs of few bytes take another way than those of many."""
@@ -53,3 +112,9 @@ def test_short_and_long_runs(columns: int) -> None:
         for b in boxes
     ]
     assert shares[0] ^ shares[1] ^ shares[2] == crc64nvme(full.tobytes())
+
+
+def test_parts_with_a_hole_and_an_overlap_prove_nothing() -> None:
+    parts = [HashedRange(0, 4, 1, 0), HashedRange(2, 4, 2, 0)]  # eight bytes, as the tensor has
+    rows = share_rows(TensorHashes({"t": HashedRanges(parts)}, {}, {"t": 8}), {"t": 0})
+    assert join_rows(rows, np.array([8], np.uint64)) == {0: None}

@@ -168,10 +168,16 @@ def load_into(
 
 def _replicated(group: GlooGroup, job: _Load, where: str) -> list[str]:
     """Returns the stored names that several ranks saved and that any rank of this load needs."""
-    what, mine = f"compare the replicas of {where}", job.replicated()
+    what, mine = f"compare the replicas of {where}", set(job.replicated())
     if not group.sum([bool(mine)], what)[0]:
         return []
-    return sorted({name for names in group.all_gather(mine, what) for name in names})
+    names = group.broadcast(job.all_replicated() if group.rank == 0 else [], what)
+    rest = sorted(mine.difference(names))  # names follow the state, and ranks may have several
+    *counts, num_rest = group.sum([*(n in mine for n in names), len(rest)], what)
+    found = {name for name, count in zip(names, counts, strict=True) if count}
+    if num_rest:
+        found.update(*group.all_gather(rest, what))
+    return sorted(found)
 
 
 def _compare_extra(group: GlooGroup, job: _Load, where: str) -> None:
@@ -183,11 +189,11 @@ def _compare_extra(group: GlooGroup, job: _Load, where: str) -> None:
     found, report, what = job.found, job.report, f"compare the names of {where}"
     if not group.sum([bool(found.extra or found.left_out)], what)[0]:
         return
-    gathered = group.all_gather((found.extra, found.left_out), what)
-    extra, left_out = (
-        [n for n in mine if all(n in ranks[kind] for ranks in gathered)]
-        for kind, mine in enumerate((found.extra, found.left_out))
-    )
+    mine = [*((0, n) for n in found.extra), *((1, n) for n in found.left_out)]
+    names, own = group.broadcast(mine, what), set(mine)  # of rank 0
+    counts = group.sum([name in own for name in names], what)
+    common = [n for n, count in zip(names, counts, strict=True) if count == group.size]
+    extra, left_out = ([name for kind, name in common if kind == k] for k in (0, 1))
     with group.phase(what):
         if extra and found.extra_error is not None:
             raise found.extra_error
@@ -270,15 +276,21 @@ class _Load:
         )
 
     def replicated(self) -> list[str]:
-        """Returns the stored names that this rank loads and that several ranks saved.
+        """Returns the stored names that this rank loads and that several ranks saved."""
+        found = self.found
+        return self._replicated([*found.tensors.values(), *found.objects.values(), *found.new])
 
-        A tensor with a sealed fingerprint needs no second copy.
-        """
-        catalog, found = self.source.catalog, self.found
-        names = dict.fromkeys([*found.tensors.values(), *found.objects.values(), *found.new])
+    def all_replicated(self) -> list[str]:
+        """Returns the stored names that several ranks saved."""
+        catalog = self.source.catalog
+        return self._replicated([*catalog.tensors, *catalog.objects])
+
+    def _replicated(self, names: Sequence[str]) -> list[str]:
+        """Picks the names with copies to compare: a sealed fingerprint needs no second copy."""
+        catalog = self.source.catalog
         return [
             n
-            for n in names
+            for n in dict.fromkeys(names)
             if (n in catalog.objects and catalog.objects[n].replicas)
             or (n in catalog.tensors and not self.proof.has(n) and replicas(catalog.tensors[n]))
         ]

@@ -7,30 +7,29 @@ step's file, is in its place. Formats without checksums, such as safetensors, ha
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from ckpt_tools.core.catalog import Catalog
-from ckpt_tools.core.checksum import combine_crc64nvme, crc64nvme, hex64
+from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Plan, TensorPlan
-from ckpt_tools.engine.fingerprints import (
-    Fingerprints,
-    HashedRange,
-    HashedRanges,
-    TensorHashes,
-)
+from ckpt_tools.engine.fingerprints import Fingerprints, TensorHashes, join_rows, share_rows
 from ckpt_tools.engine.kernels import Bytes
 from ckpt_tools.engine.schedule import Tile
-from ckpt_tools.errors import IntegrityError, printable
+from ckpt_tools.errors import IntegrityError, PlanError, printable
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.ranks.gloo import GlooGroup
 
 
 class _Sealed(NamedTuple):
-    """A tensor in the manifest: its name there, and its fingerprint."""
+    """A tensor in the manifest: its name there, its fingerprint, and its number of bytes."""
 
     fqn: str
     crc64: int
+    nbytes: int
 
 
 class LoadProof:
@@ -58,13 +57,18 @@ class LoadProof:
         self._checks: list[Callable[[Collection[str]], int]] = []
         self._num_chunks: dict[str, int] = {}  # that wait for `prove`, by stored name
         self._read = Fingerprints()
-        self._sealed: dict[str, _Sealed] = {}
-        if manifest is None:
-            return
-        for name, entry in catalog.tensors.items():
-            own, found = entry.stored_name, manifest.tensors.get(entry.stored_name)
-            if found is not None and stored.tensors[own].chunks == entry.chunks:
-                self._sealed[name] = _Sealed(own, int(found.fingerprint, 16))
+        known = {} if manifest is None else manifest.tensors
+        self._manifest = {  # the same on all ranks, whatever their states have
+            name: _Sealed(name, int(known[name].fingerprint, 16), entry.nbytes)
+            for name, entry in stored.tensors.items()
+            if name in known
+        }
+        self._sealed = {
+            name: self._manifest[entry.stored_name]
+            for name, entry in catalog.tensors.items()
+            if entry.stored_name in self._manifest
+            and stored.tensors[entry.stored_name].chunks == entry.chunks
+        }
 
     def has(self, name: str) -> bool:
         """Tells whether a tensor has a sealed fingerprint."""
@@ -106,22 +110,29 @@ class LoadProof:
         if group.size == 1:
             return 0  # each reading was compared
         what = f"compare the fingerprints of {where}"
-        found = group.gather(_joined(self._read.noted), what)
+        order = sorted(self._manifest)
+        numbers = {name: number for number, name in enumerate(order)}
+        numbers = {name: numbers[known.fqn] for name, known in self._sealed.items()}
+        code = zlib.crc32(repr(order).encode("utf-8", "surrogatepass"))
+        found = group.gather((code, share_rows(self._read.noted, numbers)), what)
         with group.phase(what):
-            everything = Fingerprints()
-            for noted in found:
-                everything.absorb(noted)
-            crcs = everything.join()
-            sealed = {name: known.crc64 for name, known in self._sealed.items()}
-            unproved = [n for n in everything.noted.sizes if crcs.get(n) != sealed[n]]
-        unproved = group.broadcast(unproved, what)
-        num_proved = sum(n for name, n in self._num_chunks.items() if name not in set(unproved))
-        if not unproved:
+            if len({theirs for theirs, _ in found}) > 1:
+                raise PlanError(f"ranks read different manifests of {printable(where)}")
+            crcs = {}
+            if found:
+                sizes = np.array([self._manifest[n].nbytes for n in order], np.uint64)
+                joined = join_rows(np.concatenate([rows for _, rows in found]), sizes)
+                crcs = {order[number]: crc for number, crc in joined.items()}
+            wrong = [n for n, crc in crcs.items() if crc != self._manifest[n].crc64]
+        wrong = group.broadcast(wrong, what)
+        unproved = {name for name, known in self._sealed.items() if known.fqn in set(wrong)}
+        num_proved = sum(n for name, n in self._num_chunks.items() if name not in unproved)
+        if not wrong:
             return num_proved
         with group.phase(what):  # a CRC-32 also names the file
             num_proved += sum(check(unproved) for check in self._checks)
         with group.phase(what):
-            _compare(self._sealed, crcs, where)
+            _compare(self._manifest, crcs, where)
         return num_proved
 
 
@@ -179,30 +190,10 @@ class ShareProof:
         return is_sealed and tensor.src_dtype is tensor.dst_dtype
 
 
-def _joined(noted: TensorHashes) -> TensorHashes:
-    """Returns the same notes, with neighbouring ranges of a tensor as one."""
-    pieces = {name: HashedRanges(_neighbours(found)) for name, found in noted.pieces.items()}
-    return noted._replace(pieces=pieces)
-
-
-def _neighbours(ranges: Iterable[HashedRange]) -> Iterator[HashedRange]:
-    last: HashedRange | None = None
-    for piece in sorted(set(ranges)):
-        if last is not None and piece.start == last.start + last.nbytes:
-            crc = combine_crc64nvme(last.crc64, piece.crc64, piece.nbytes)
-            last = HashedRange(last.start, last.nbytes + piece.nbytes, crc, 0)
-            continue
-        if last is not None:
-            yield last
-        last = piece
-    if last is not None:
-        yield last
-
-
-def _compare(sealed: Mapping[str, _Sealed], found: Mapping[str, int], where: str) -> None:
+def _compare(sealed: Mapping[str, _Sealed], found: Mapping[str, int | None], where: str) -> None:
     for name, crc in found.items():
         known = sealed.get(name)
-        if known is not None and crc != known.crc64:
+        if known is not None and crc is not None and crc != known.crc64:
             raise IntegrityError(
                 f"a tensor is not what was sealed: expected fingerprint {hex64(known.crc64)}, got"
                 f" {hex64(crc)} ({printable(known.fqn)!r} in {printable(where)})",
