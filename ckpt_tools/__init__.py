@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.diff import Change, Difference, DiffResult, diff
     from ckpt_tools.operations.inspect import Report, inspect
     from ckpt_tools.operations.merge_reshard import merge, reshard
+    from ckpt_tools.operations.publish import PublishResult, publish_version
+    from ckpt_tools.operations.pull import PullResult, pull
     from ckpt_tools.operations.report.plot import plot
     from ckpt_tools.operations.report.report import report, report_data
     from ckpt_tools.operations.run_bytes import StepBytes, du
@@ -84,6 +86,8 @@ __all__ = [
     "PlanError",
     "Problem",
     "Pruned",
+    "PublishResult",
+    "PullResult",
     "Report",
     "Resuming",
     "Retention",
@@ -117,6 +121,8 @@ __all__ = [
     "merge",
     "plot",
     "prune",
+    "publish_version",
+    "pull",
     "report",
     "report_data",
     "reshard",
@@ -130,6 +136,10 @@ __all__ = [
 ]
 
 _LAZY = {
+    "PublishResult": "operations.publish",
+    "publish_version": "operations.publish",
+    "PullResult": "operations.pull",
+    "pull": "operations.pull",
     "Report": "operations.inspect",
     "inspect": "operations.inspect",
     "TransferResult": "transfer.result",

@@ -18,7 +18,15 @@ import click
 import typer
 import typer.core
 
-from ckpt_tools.cli import read_verbs, report_verbs, run_verbs, thin_verbs, value_verbs, write_verbs
+from ckpt_tools.cli import (
+    publication_verbs,
+    read_verbs,
+    report_verbs,
+    run_verbs,
+    thin_verbs,
+    value_verbs,
+    write_verbs,
+)
 from ckpt_tools.cli.help import write_all
 from ckpt_tools.cli.old_names import with_present_names
 from ckpt_tools.cli.options import Command
@@ -156,6 +164,8 @@ _VERBS: dict[str, Callable[..., Any]] = {
     "prune": run_verbs.prune,
     "thin": thin_verbs.thin,
     "pin": run_verbs.pin,
+    "publish": publication_verbs.publish,
+    "pull": publication_verbs.pull,
 }
 for _name, _verb in _VERBS.items():
     app.command(_name, cls=Command, epilog=app.info.epilog)(_verb)

@@ -158,6 +158,22 @@ VERBS = {
         "Keep a step for good.",
         ("ckpt pin run/step-00000500", "ckpt pin run/step-00000500 --remove"),
     ),
+    "publish": VerbHelp(
+        "Serve",
+        "Publish the next version of a model, or only what changed.",
+        (
+            "ckpt publish run/step-00000500 versions --base base --dtype bf16",
+            "ckpt publish run/step-00000600 s3://bucket/versions --dtype bf16",
+        ),
+    ),
+    "pull": VerbHelp(
+        "Serve",
+        "Bring a local model to a published version.",
+        (
+            "ckpt pull versions model",
+            "ckpt pull s3://bucket/versions model --follow --hook ./reload.sh",
+        ),
+    ),
 }
 # the panels of options that `--help` only names
 NAMED = ("Select", "More", "Output", "Run", "Store")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
@@ -43,6 +43,7 @@ from ckpt_tools.formats.base import (
 )
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.deepspeed import zero as deepspeed
+from ckpt_tools.formats.deltas.layout import number_of, read_delta_index
 from ckpt_tools.formats.external import external_formats, recognised
 from ckpt_tools.formats.look_alikes import look_alike
 from ckpt_tools.formats.per_rank import files as per_rank
@@ -173,7 +174,65 @@ def detect(
         if file
         else detect_in(root)
     )
+    if form is safetensors and not file:
+        store = _completed(store, options)
     return (Overlay(store, beside, is_listed=True) if beside else store), form
+
+
+def _completed(
+    store: Store,
+    options: Mapping[str, Any] | None,
+    base: str = "",
+    is_reached: Callable[[int, Store], Store | None] | None = None,
+) -> Store:
+    """Returns a delta as the complete version that it stands for; any other store as it is.
+
+    `base` and `is_reached` are those of `find_chain`.
+    """
+    url = store.url.rstrip("/") if is_url(store.url) else os.path.realpath(store.url)
+    folder, _, name = url.rpartition("/")
+    number = number_of(name)
+    if number is None or read_delta_index(store) is None:
+        return store
+    from ckpt_tools.formats.deltas.chain import PatchedStore, find_chain  # with NumPy and zstd
+
+    chain = find_chain(
+        store,
+        number,
+        lambda other: open_folder(f"{folder}/{other}", options),
+        lambda where: open_folder(where, options),
+        base,
+        is_reached,
+    )
+    return PatchedStore(chain, store.url) if chain.layers else chain.base
+
+
+def open_version(
+    url: str,
+    options: Mapping[str, Any] | None,
+    base: str,
+    is_reached: Callable[[int, Store], Store | None],
+) -> Source:
+    """Opens a version of a publication; the arguments are those of `open_source` and `find_chain`.
+
+    Raises:
+        CheckpointError: see `open_source` and `find_chain`.
+    """
+    return _source(_completed(open_folder(url, options), options, base, is_reached), safetensors)
+
+
+def open_folder(where: str, options: Mapping[str, Any] | None = None) -> Store:
+    """Opens a directory by its path or URL.
+
+    Raises:
+        NotACheckpointError: nothing lies there, or it is a file.
+        StorageError: it cannot be opened.
+    """
+    where = local_path(where)
+    store, file = _open_remote(where, options) if is_url(where) else _open_local(where)
+    if file:
+        raise NotACheckpointError(f"a file is no directory: {printable(where)}")
+    return store
 
 
 def detect_in(root: Store) -> tuple[Store, Format]:

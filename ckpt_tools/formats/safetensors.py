@@ -42,6 +42,7 @@ _PAIRS = "F4"  # one byte holds two values
 # files of torch beside the model: ckpt does not know their contents, and names them
 _STATES = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
 INDEX = "model.safetensors.index.json"
+DELTA = "delta_encoding"  # in the metadata of the index: only what changed since another version
 MAX_HEADER_BYTES = 100_000_000
 _MAX_INDEX_BYTES = 1 << 28
 _MAX_SIZE = 1 << 48
@@ -325,7 +326,14 @@ def read_index(store: Store, index: str) -> dict[str, str]:
         raise FormatError(
             f"an index is too long: expected at most {_MAX_INDEX_BYTES} bytes, got {size} ({index})"
         )
-    weight_map = _parse_json(read(store, index), index).get("weight_map")
+    body = _parse_json(read(store, index), index)
+    weight_map, about = body.get("weight_map"), body.get("metadata")
+    if isinstance(about, dict) and DELTA in about:
+        raise FormatError(
+            f"only the changes since another version lie here ({printable(store.url)})",
+            hint=f"its directory has to be called weight_v{printable(str(about.get('version')))},"
+            " beside the other versions",
+        )
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise FormatError(f"weight_map: expected file names by tensor ({index})")
     for name in weight_map.values():

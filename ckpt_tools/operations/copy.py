@@ -151,17 +151,43 @@ def _copy(
         raise PlanError(
             "a copy replaces nothing", hint="copy to another place, or remove what is there first"
         )
-    group = options.get("group") or ALONE
-    with group.phase("open both"):
+    with (options.get("group") or ALONE).phase("open both"):
         source = open_source(src, options.get("storage_options"), lay_beside(options.get("shapes")))
         check_needed(options.get("shapes"), source.catalog)
         to_options = (
             options.get("storage_options") if to_storage_options is None else to_storage_options
         )
         target = open_destination(_named(os.fspath(dst), source.path), to_options)
-        check_apart(source.path, target.url)
         _check_suffix(source, target.url)
+    return copy_opened(source, target, options, began, beside, to_options)
+
+
+def copy_opened(
+    source: Source,
+    target: Destination,
+    options: Options,
+    began: float,
+    beside: str = "",
+    to_options: Mapping[str, Any] | None = None,
+    replaces: bool = False,
+) -> CopyResult:
+    """Copies an opened checkpoint.
+
+    Args:
+        source: the checkpoint.
+        target: the destination.
+        options: see `Options`.
+        began: when the operation began, by the monotonic clock.
+        beside, to_options: as for `copy_beside`; options of the destination's store.
+        replaces: another checkpoint at the destination is replaced once the copy is complete.
+    """
+    group = options.get("group") or ALONE
+    with group.phase("look at both"):
+        check_apart(source.path, target.url)
+        if replaces:
+            target.check(overwrite=True)
         work = _CopyJob(source, target, options, group)
+        work.replaces = replaces
         work.beside = open_destination(beside, to_options) if beside else None
         there = work.look_at() if target.exists() else DestinationState.NOTHING
     if there is DestinationState.ALIKE:
@@ -175,7 +201,7 @@ def _copy(
             notes=("it is there already",),
             seconds=time.monotonic() - began,
         )
-    if there is DestinationState.ANOTHER:
+    if there is DestinationState.ANOTHER and not replaces:
         raise StorageError(
             f"the destination exists: {printable(target.url)}",
             hint="choose another, or remove it first",
@@ -271,7 +297,7 @@ class _CopyJob:
         if self.single and not self.crcs:
             self.crcs = dict(source.store.stored_crcs(files))
         self.missing = dict(self.data)
-        self.is_within = False
+        self.is_within = self.replaces = False
         self.beside: Destination | None = None
         self.taken_nbytes = 0
 
@@ -460,6 +486,7 @@ class _CopyJob:
                 self.target,
                 attempt,
                 self.single,
+                self.replaces,
                 kept_glob="*" if self.crcs and not self.single else "",
             ) as staged,
         ):
@@ -467,7 +494,8 @@ class _CopyJob:
             right: set[str] = set()
             with group.phase("list the destination"):
                 # another copy may have been published while this one waited for the staging name
-                if group.rank == 0 and not self.target.needs_index and self.target.exists():
+                is_free = self.replaces or self.target.needs_index
+                if group.rank == 0 and not is_free and self.target.exists():
                     raise appeared(self.target.url)
                 # on a store, `expect` also finds out how objects may be written
                 if group.rank == 0 or self.target.needs_index:

@@ -98,10 +98,35 @@ def convert_source(
 ) -> TransferResult:
     """Writes an opened checkpoint in another layout.
 
+    The arguments are those of `prepare`; `prove` is that of `TransferRequest`.
+    """
+    request, parts = prepare(source, dst, to, how, operation, changes, about, is_unordered)
+    result = transfer(replace(request, prove=prove))
+    is_model = how.get("model_only") or TARGETS[to].is_model
+    parts.notes.extend(_notes_on(source.catalog, to, bool(is_model)))
+    if how.get("check") and not result.is_dry_run and (how.get("group") or ALONE).rank == 0:
+        parts.notes.append(
+            "transformers loads it: no name missing or unexpected, every tensor as it was written"
+        )
+    return replace(result, notes=(*result.notes, *parts.notes))
+
+
+def prepare(
+    source: Source,
+    dst: Path_,
+    to: str,
+    how: Conversion,
+    operation: str = "convert",
+    changes: str = "",
+    about: Mapping[str, Any] | None = None,
+    is_unordered: bool = False,
+) -> tuple[TransferRequest, TrainingState]:
+    """Returns what has to be written for another layout, and the training state with its notes.
+
     Args:
         source: the checkpoint.
         dst, to, how: as for `convert`, and checked.
-        operation, changes, prove, about: see `TransferRequest`.
+        operation, changes, about: see `TransferRequest`.
         is_unordered: the groups of its optimizers do not list parameters in the order of the job.
     """
     storage_options = how.get("storage_options")
@@ -130,28 +155,20 @@ def convert_source(
         Options, {key: value for key, value in how.items() if key in Options.__annotations__}
     )
     accept = check_loads if how.get("check") else None
-    result = transfer(
-        TransferRequest(
-            operation,
-            source.with_memory_files(layout.memory_file.files),
-            catalog,
-            open_destination(dst, storage_options, accept),
-            form,
-            request,
-            options,
-            left_out=_dropped(source.catalog, catalog, layout.parts),
-            alter=numbers.by_name(catalog) if numbers is not None else {},
-            changes=changes + (numbers.version if numbers is not None else ""),
-            prove=prove,
-            about=about,
-        )
+    wanted = TransferRequest(
+        operation,
+        source.with_memory_files(layout.memory_file.files),
+        catalog,
+        open_destination(dst, storage_options, accept),
+        form,
+        request,
+        options,
+        left_out=_dropped(source.catalog, catalog, layout.parts),
+        alter=numbers.by_name(catalog) if numbers is not None else {},
+        changes=changes + (numbers.version if numbers is not None else ""),
+        about=about,
     )
-    parts.notes.extend(_notes_on(source.catalog, to, bool(is_model)))
-    if accept and not result.is_dry_run and (how.get("group") or ALONE).rank == 0:
-        parts.notes.append(
-            "transformers loads it: no name missing or unexpected, every tensor as it was written"
-        )
-    return replace(result, notes=(*result.notes, *parts.notes))
+    return wanted, parts
 
 
 def _taken_apart(

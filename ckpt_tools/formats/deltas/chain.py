@@ -1,0 +1,347 @@
+"""Shows a delta as the complete version that it stands for.
+
+The files are those of the nearest complete version below. The changes of all versions since then
+are applied to the bytes as they are read, so several deltas are one pass. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ckpt_tools.core.catalog import Catalog, TensorEntry
+from ckpt_tools.errors import (
+    FormatError,
+    IntegrityError,
+    NotACheckpointError,
+    PlanError,
+    StorageError,
+    printable,
+)
+from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.base import MANIFEST, note_of
+from ckpt_tools.formats.deltas.encoding import Change, decode, new_hasher
+from ckpt_tools.formats.deltas.layout import DeltaIndex, index_of, read_delta_index, version_name
+from ckpt_tools.storage import Capabilities, Store, Writer, read
+from ckpt_tools.storage.base import StoreDefaults
+from ckpt_tools.storage.memory import MemoryStore
+
+_PIECE_BYTES = 2 << 20
+_KEPT_BYTES = 64 << 20  # of decoded changes, beside the one in use
+
+
+class Layer(NamedTuple):
+    """A delta: what its index says, and the store of its directory."""
+
+    about: DeltaIndex
+    store: Store
+
+
+class Frame(NamedTuple):
+    """Where the change of a tensor lies, and the checksum of the new bytes; "" for none."""
+
+    layer: Layer
+    file: str
+    start: int
+    nbytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedTensor:
+    """A tensor that versions since the complete one have changed.
+
+    Attributes:
+        fqn: its name.
+        file, start, nbytes: where it lies in the complete version.
+        frames: its changes, oldest first.
+    """
+
+    fqn: str
+    file: str
+    start: int
+    nbytes: int
+    frames: Sequence[Frame]
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A version as the complete one below it and the deltas since.
+
+    Attributes:
+        base: the store of the complete version.
+        base_number: its number; 0 for the engine's own model.
+        layers: the deltas, oldest first.
+    """
+
+    base: Store
+    base_number: int
+    layers: Sequence[Layer]
+
+    def close(self) -> None:
+        """Closes all stores."""
+        for store in (self.base, *(layer.store for layer in self.layers)):
+            store.close()
+
+
+def find_chain(
+    store: Store,
+    number: int,
+    sibling: Callable[[str], Store],
+    elsewhere: Callable[[str], Store],
+    base: str = "",
+    is_reached: Callable[[int, Store], Store | None] | None = None,
+) -> Chain:
+    """Looks back from a version for the complete one.
+
+    Args:
+        store: the directory of the version.
+        number: its number.
+        sibling: opens the folder of that name beside it.
+        elsewhere: opens a path or URL.
+        base: path or URL of version 0; "" for the one that the publisher noted.
+        is_reached: takes the number and store of a version; returns the store of that version as
+            a complete one, if there is one elsewhere.
+
+    Raises:
+        StorageError: a version is missing.
+        FormatError: an index is malformed, or in the wrong directory.
+    """
+    layers: list[Layer] = []
+    said = ""
+    while True:
+        if is_reached is not None and (found := is_reached(number, store)) is not None:
+            return Chain(found, number, layers)
+        index = read_delta_index(store)
+        if index is None:
+            return Chain(store, number, layers)
+        if index.number != number:
+            raise FormatError(
+                f"{printable(store.url)} says that it is version {index.number}",
+                hint="its directory was renamed or copied: give it its own name back",
+            )
+        layers.insert(0, Layer(index, store))
+        said = said or index.base
+        number = index.base_number
+        if number == 0:
+            return Chain(_base(base or said, store, elsewhere), 0, layers)
+        try:
+            store = sibling(version_name(number))
+        except (NotACheckpointError, StorageError) as error:
+            raise StorageError(
+                f"version {number} is missing, and version {number + 1} is a change of it"
+                f" ({printable(store.url)})",
+                hint="restore it, or pull a version from the next complete one on",
+                is_missing=True,
+            ) from error
+
+
+def _base(where: str, store: Store, elsewhere: Callable[[str], Store]) -> Store:
+    hint = "give the directory of the model that the engine started with: --base DIR"
+    if not where:
+        raise PlanError(
+            f"{printable(store.url)} is a change of version 0, and does not say where that is",
+            hint=hint,
+        )
+    try:
+        return elsewhere(where)
+    except (NotACheckpointError, StorageError) as error:
+        raise StorageError(f"version 0 cannot be opened: {error}", hint=hint) from error
+
+
+class PatchedStore(StoreDefaults):
+    """The files of a version, as they would be if it were complete."""
+
+    def __init__(self, chain: Chain, url: str) -> None:
+        """Reads the headers of the complete version and of all deltas.
+
+        Raises:
+            CheckpointError: they are malformed, or do not belong together.
+        """
+        self._chain, self.url = chain, url
+        self._base, self._last = chain.base, chain.layers[-1].store
+        self.traffic, kind = self._base.traffic, self._base.capabilities
+        self.capabilities = Capabilities(
+            can_write_anywhere=False,
+            fetches_ahead=kind.fetches_ahead,
+            is_remote=any(s.capabilities.is_remote for s in (self._base, self._last)),
+        )
+        catalog = safetensors.read_catalog(self._base)
+        self.changed = _changed(catalog, chain.layers)
+        is_single = safetensors.INDEX not in self._base.list_files()
+        index = {safetensors.INDEX: index_of(self._base, catalog)} if is_single else {}
+        self._memory = MemoryStore(index, url)
+        self._by_file: dict[str, list[ChangedTensor]] = {}
+        for tensor in sorted(self.changed.values(), key=lambda t: t.start):
+            self._by_file.setdefault(tensor.file, []).append(tensor)
+        self._decoded = _Decoded()
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        """The deltas that are applied, oldest first."""
+        return self._chain.layers
+
+    @property
+    def complete_url(self) -> str:
+        """The path or URL of the complete version."""
+        return self._base.url
+
+    def list_files(self, below: bool = False) -> Mapping[str, int]:
+        files = {n: b for n, b in self._base.list_files(below).items() if note_of(n) is None}
+        own = self._last.list_files()
+        files |= {n: self._memory.size(n) for n in self._memory.files}
+        return files | {n: b for n, b in own.items() if note_of(n) == (MANIFEST, "")}
+
+    def folders(self) -> list[str]:
+        return self._base.folders()
+
+    def enter(self, name: str) -> Store:
+        return self._base.enter(name)
+
+    def strays(self) -> Mapping[str, str]:
+        return self._base.strays()
+
+    def size(self, path: str) -> int:
+        return self._of(path).size(path)
+
+    def version(self, path: str) -> str:
+        frames = {
+            (frame.file, id(frame.layer.store)): frame
+            for tensor in self._by_file.get(path, ())
+            for frame in tensor.frames
+        }
+        layers = [frame.layer.store.version(file) for (file, _), frame in frames.items()]
+        return " ".join((self._of(path).version(path), *layers))
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        self._of(path).read_into(path, start, buffer)
+        changed = self._by_file.get(path)
+        if not changed or not len(buffer):
+            return
+        data, end = np.frombuffer(buffer, np.uint8), start + len(buffer)
+        at = max(0, bisect_right(changed, start, key=lambda t: t.start) - 1)
+        for tensor in changed[at:]:
+            if tensor.start >= end:
+                break
+            low, high = max(start, tensor.start), min(end, tensor.start + tensor.nbytes)
+            if low < high:
+                for frame in tensor.frames:
+                    self._decoded.get(tensor, frame).apply(
+                        data[low - start : high - start], low - tensor.start
+                    )
+
+    def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
+        self._base.will_read((r for r in ranges if self._of(r[0]) is self._base), is_all)
+
+    def create(self, path: str, nbytes: int) -> Writer:
+        raise StorageError(f"a version is not written to: {printable(path)} ({nbytes} bytes)")
+
+    def close(self) -> None:
+        self._decoded.clear()
+        self._chain.close()
+
+    def _of(self, path: str) -> Store:
+        if path in self._memory.files:
+            return self._memory
+        return self._last if note_of(path) is not None else self._base
+
+
+def _changed(catalog: Catalog, layers: Sequence[Layer]) -> dict[str, ChangedTensor]:
+    found: dict[str, list[Frame]] = {}
+    for layer in layers:
+        files = sorted(set(layer.about.weight_map.values()))
+        frames = safetensors.read_files(layer.store, files, layer.about.weight_map)
+        for fqn, entry in frames.tensors.items():
+            extent = entry.chunks[0].extent
+            found.setdefault(fqn, []).append(
+                Frame(layer, extent.file, extent.start, extent.nbytes, frames.extras.get(fqn, ""))
+            )
+    return {fqn: _tensor(catalog.tensors.get(fqn), frames, fqn) for fqn, frames in found.items()}
+
+
+def _tensor(entry: TensorEntry | None, frames: Sequence[Frame], fqn: str) -> ChangedTensor:
+    where = printable(frames[0].layer.store.url)
+    if entry is None:
+        raise IntegrityError(
+            f"a tensor is changed that the complete version lacks: {printable(fqn)!r} ({where})",
+            hint="it is not the version that the publisher changed: give another --base",
+        )
+    if len(entry.chunks) != 1:
+        raise PlanError(f"a changed tensor is stored in parts: {printable(fqn)!r} ({where})")
+    extent = entry.chunks[0].extent
+    return ChangedTensor(fqn, extent.file, extent.start, extent.nbytes, frames)
+
+
+class _Decoded:
+    """The decoded changes that are in use. Each is decoded once, however many threads want it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: OrderedDict[tuple[str, int], Change] = OrderedDict()
+        self._busy: dict[tuple[str, int], threading.Lock] = {}
+
+    def get(self, tensor: ChangedTensor, frame: Frame) -> Change:
+        """Returns a change, from memory if it is there."""
+        key = tensor.fqn, frame.layer.about.number
+        with self._lock:
+            if (change := self._found.get(key)) is not None:
+                self._found.move_to_end(key)
+                return change
+            busy = self._busy.setdefault(key, threading.Lock())
+        with busy:
+            with self._lock:
+                change = self._found.get(key)
+            if change is None:
+                change = _decode(tensor, frame)
+            with self._lock:
+                self._found[key] = change
+                self._busy.pop(key, None)
+                nbytes = sum(c.nbytes for c in self._found.values())
+                while nbytes > _KEPT_BYTES and len(self._found) > 1:
+                    nbytes -= self._found.popitem(last=False)[1].nbytes
+        return change
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        with self._lock:
+            self._found.clear()
+
+
+def _decode(tensor: ChangedTensor, frame: Frame) -> Change:
+    about, store = frame.layer
+    what = f"{printable(tensor.fqn)!r} in {printable(store.url)}"
+    data = read(store, frame.file, frame.start, frame.nbytes)
+    return decode(data, about.encoding, tensor.nbytes, what)
+
+
+def wrong_tensors(store: PatchedStore, jobs: int) -> list[str]:
+    """Returns the names of changed tensors whose bytes are not those that the publisher noted.
+
+    Args:
+        store: the version. Each of its changed tensors is read once.
+        jobs: threads.
+
+    Raises:
+        IntegrityError: the change of a tensor is damaged.
+    """
+
+    def is_wrong(tensor: ChangedTensor) -> bool:
+        frame = tensor.frames[-1]
+        hasher = new_hasher(frame.layer.about.checksum)
+        buffer = bytearray(min(_PIECE_BYTES, tensor.nbytes))
+        for at in range(0, tensor.nbytes, _PIECE_BYTES):
+            part = memoryview(buffer)[: tensor.nbytes - at]
+            store.read_into(tensor.file, tensor.start + at, part)
+            hasher.update(part)
+        return hasher.hexdigest() != frame.checksum
+
+    with ThreadPoolExecutor(jobs, "ckpt-delta") as pool:
+        tensors = list(store.changed.values())
+        return [t.fqn for t, bad in zip(tensors, pool.map(is_wrong, tensors), strict=True) if bad]

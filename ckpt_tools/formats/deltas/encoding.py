@@ -1,0 +1,266 @@
+"""Encodes the change of one tensor, and applies it.
+
+A change is one zstd frame. With `xor`, it holds the exclusive-or of the new and the old bytes. With
+`overwrite`, it holds a count, the positions of the changed bytes (both as u4), and the new bytes.
+
+Source of the layout: slime at 624b824, `docs/en/advanced/delta-weight-sync.md`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+import zstandard
+
+from ckpt_tools.engine.kernels import Bytes
+from ckpt_tools.errors import IntegrityError, PlanError, printable
+from ckpt_tools.formats.deltas.layout import ADLER32, BLAKE3, OVERWRITE, XOR, XXH3
+
+_LEVEL = 1  # the receivers' own: more takes longer than it saves
+_BLOCK_BYTES = 2 << 20
+_MAX_WINDOW_BYTES = 1 << 27
+_MAX_OVERWRITE_BYTES = 1 << 32  # positions have 32 bits
+_DENSE = 3  # a block of which a third of the words changed is kept as it is
+_WORD = 8
+
+Array = npt.NDArray[Any]
+
+
+class Hasher(Protocol):
+    """A checksum of bytes that come in order."""
+
+    def update(self, data: Any, /) -> None:
+        """Adds bytes."""
+        ...
+
+    def hexdigest(self) -> str:
+        """Returns the checksum in hexadecimal digits."""
+        ...
+
+
+class _Adler32:
+    def __init__(self) -> None:
+        self._value = 1
+
+    def update(self, data: Any, /) -> None:
+        self._value = zlib.adler32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+def new_hasher(checksum: str) -> Hasher:
+    """Returns a new checksum of a kind in `CHECKSUMS`.
+
+    Raises:
+        PlanError: it needs a package that is not installed.
+    """
+    found: Any = {ADLER32: _Adler32, XXH3: xxhash.xxh3_128}.get(checksum)
+    if found is None:
+        try:
+            import blake3
+        except ImportError as error:
+            raise PlanError(
+                f"the checksum {BLAKE3} needs a package that is not installed",
+                hint=f"pip install blake3; or --checksum {XXH3}",
+            ) from error
+        found = blake3.blake3
+    hasher: Hasher = found()
+    return hasher
+
+
+class Encoder:
+    """Encodes the new bytes of one tensor against its old ones. Both come in order.
+
+    Attributes:
+        num_changed: changed bytes so far.
+        at: bytes so far.
+    """
+
+    def __init__(self, encoding: str, nbytes: int, hasher: Hasher) -> None:
+        """Begins a tensor of `nbytes` bytes; `hasher` takes the new bytes."""
+        self._encoding, self._nbytes, self._hasher = encoding, nbytes, hasher
+        self._compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
+        self._stream = self._compressor.compressobj(size=nbytes)
+        self._positions: list[Array] = []
+        self._values: list[Array] = []
+        self.num_changed = self.at = 0
+
+    def add(self, new: Bytes, old: Bytes) -> bytes:
+        """Takes the next bytes, and returns what is to be written of the frame."""
+        self._hasher.update(new.data)
+        diff = np.bitwise_xor(new, old)
+        where = None if self._encoding == XOR else np.flatnonzero(diff)
+        self.num_changed += int(np.count_nonzero(diff)) if where is None else len(where)
+        start, self.at = self.at, self.at + len(new)
+        if where is None:
+            return self._stream.compress(diff.data)
+        if len(where):
+            self._positions.append((where + start).astype("<u4"))
+            self._values.append(new[where])
+        return b""
+
+    def finish(self) -> tuple[bytes, str]:
+        """Returns the rest of the frame, and the checksum of the new bytes."""
+        if self._encoding == XOR:
+            return self._stream.flush(), self._hasher.hexdigest()
+        data = b"".join(
+            (
+                np.array([self.num_changed], "<u4").tobytes(),
+                *(found.tobytes() for found in self._positions),
+                *(found.tobytes() for found in self._values),
+            )
+        )
+        return self._compressor.compress(data), self._hasher.hexdigest()
+
+
+def check_size(encoding: str, name: str, nbytes: int) -> None:
+    """Refuses a tensor that an encoding cannot address.
+
+    Raises:
+        PlanError: it is too long for `overwrite`.
+    """
+    if encoding == OVERWRITE and nbytes > _MAX_OVERWRITE_BYTES:
+        raise PlanError(
+            f"a tensor is too long for the encoding {OVERWRITE}, whose positions have 32 bits:"
+            f" {printable(name)!r} has {nbytes:,} bytes",
+            hint=f"--encoding {XOR}",
+        )
+
+
+class Change(Protocol):
+    """A decoded change, which can be applied to any range of the tensor's bytes."""
+
+    nbytes: int  # of memory
+
+    def apply(self, data: Bytes, start: int) -> None:
+        """Changes the tensor's bytes from `start` on, in place."""
+        ...
+
+
+def decode(frame: bytes, encoding: str, nbytes: int, what: str) -> Change:
+    """Returns the change of a tensor of `nbytes` bytes; `what` names it in messages.
+
+    Raises:
+        IntegrityError: the frame is damaged, or not of a tensor of this length.
+    """
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).stream_reader(
+            frame
+        ) as reader:
+            if encoding == XOR:
+                return _Xor(_blocks(reader, nbytes, what))
+            return _read_overwrite(reader, nbytes, what)
+    except zstandard.ZstdError as error:
+        raise _damaged(what, printable(str(error))) from error
+
+
+def _damaged(what: str, why: str) -> IntegrityError:
+    return IntegrityError(
+        f"the change of a tensor is damaged: {why} ({what})",
+        hint="restore the version, or publish a full one: ckpt publish --full",
+    )
+
+
+def _blocks(reader: Any, nbytes: int, what: str) -> Iterator[Bytes]:
+    for start in range(0, nbytes, _BLOCK_BYTES):
+        yield _exactly(reader, min(_BLOCK_BYTES, nbytes - start), what)
+    if reader.read(1):
+        raise _damaged(what, f"more than the {nbytes:,} bytes of the tensor")
+
+
+def _exactly(reader: Any, nbytes: int, what: str) -> Bytes:
+    found = np.empty(nbytes, np.uint8)
+    at = 0
+    while at < nbytes:
+        count = reader.readinto(found[at:].data)
+        if not count:
+            raise _damaged(what, f"it ends {nbytes - at:,} bytes early")
+        at += count
+    return found
+
+
+class _Xor:
+    """The exclusive-or of a tensor's new and old bytes: by block, the words that are not zero."""
+
+    def __init__(self, blocks: Iterator[Bytes]) -> None:
+        self._blocks = [_packed(block) for block in blocks]
+        self.nbytes = sum(
+            0 if b is None else b.nbytes if isinstance(b, np.ndarray) else b[0].nbytes + b[1].nbytes
+            for b in self._blocks
+        )
+
+    def apply(self, data: Bytes, start: int) -> None:
+        end = start + len(data)
+        for number in range(start // _BLOCK_BYTES, -(-end // _BLOCK_BYTES)):
+            block, base = self._blocks[number], number * _BLOCK_BYTES
+            low, high = max(start, base), min(end, base + _BLOCK_BYTES)
+            part = data[low - start : high - start]
+            if isinstance(block, np.ndarray):
+                np.bitwise_xor(part, block[low - base : high - base], part)
+            elif block is not None:
+                _xor_words(part, low - base, *block)
+
+
+_Packed = Bytes | tuple[Array, Array] | None
+
+
+def _packed(block: Bytes) -> _Packed:
+    """Returns the words of a block that are not zero, with their numbers; None for none."""
+    padded = block
+    if len(block) % _WORD:
+        padded = np.zeros(-(-len(block) // _WORD) * _WORD, np.uint8)
+        padded[: len(block)] = block
+    words = padded.view(np.uint64)
+    where = np.flatnonzero(words)
+    if not len(where):
+        return None
+    if len(where) * _DENSE > len(words):
+        return block
+    return where.astype(np.uint32), words[where]
+
+
+def _xor_words(part: Bytes, start: int, where: Array, words: Array) -> None:
+    """Applies words to a part of a block that begins at byte `start` of it."""
+    first, last = -(-start // _WORD), (start + len(part)) // _WORD  # whole words
+    low, high = np.searchsorted(where, (start // _WORD, -(-(start + len(part)) // _WORD)))
+    for at in {int(low), int(high) - 1} if low < high else ():
+        word = int(where[at])
+        if first <= word < last:
+            continue
+        values = words[at : at + 1].view(np.uint8)  # at an edge
+        begin, end = max(word * _WORD, start), min(word * _WORD + _WORD, start + len(part))
+        own = part[begin - start : end - start]
+        np.bitwise_xor(own, values[begin - word * _WORD : end - word * _WORD], own)
+    if first < last:
+        low, high = np.searchsorted(where, (first, last))
+        whole = part[first * _WORD - start : last * _WORD - start].view(np.uint64)
+        whole[where[low:high].astype(np.int64) - first] ^= words[low:high]
+
+
+class _Overwrite:
+    def __init__(self, positions: Array, values: Bytes) -> None:
+        self._positions, self._values = positions, values
+        self.nbytes = positions.nbytes + values.nbytes
+
+    def apply(self, data: Bytes, start: int) -> None:
+        low, high = np.searchsorted(self._positions, (start, start + len(data)))
+        data[self._positions[low:high].astype(np.int64) - start] = self._values[low:high]
+
+
+def _read_overwrite(reader: Any, nbytes: int, what: str) -> _Overwrite:
+    (count,) = _exactly(reader, 4, what).view("<u4").tolist()
+    if count > nbytes:
+        raise _damaged(what, f"{count:,} bytes changed of {nbytes:,}")
+    positions = _exactly(reader, 4 * count, what).view("<u4")
+    values = _exactly(reader, count, what)
+    if reader.read(1):
+        raise _damaged(what, "there are bytes behind its end")
+    if count and (int(positions[-1]) >= nbytes or not (positions[1:] > positions[:-1]).all()):
+        raise _damaged(what, "its positions do not ascend within the tensor")
+    return _Overwrite(positions, values)

@@ -1,0 +1,315 @@
+"""Publishes versions of a model for inference engines: complete ones, and deltas."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Unpack, cast
+
+from ckpt_tools.core.box import whole
+from ckpt_tools.core.plan import Literal, Slot, Target
+from ckpt_tools.errors import NotACheckpointError, PlanError, printable, redacted
+from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.base import Format, Request, is_note
+from ckpt_tools.formats.deltas.chain import PatchedStore
+from ckpt_tools.formats.deltas.layout import (
+    CHECKSUMS,
+    ENCODINGS,
+    XOR,
+    XXH3,
+    DeltaIndex,
+    index_of,
+    numbers_in,
+    version_name,
+)
+from ckpt_tools.formats.registry import Source, open_folder
+from ckpt_tools.operations.arguments import checked
+from ckpt_tools.operations.convert.convert import convert_source, prepare
+from ckpt_tools.operations.convert.options import Conversion, check_request
+from ckpt_tools.publish.delta import DeltaCounts, DeltaDestination
+from ckpt_tools.publish.sealed_source import open_sealed
+from ckpt_tools.ranks.base import ALONE
+from ckpt_tools.storage import is_url, local_path, read
+from ckpt_tools.transfer.options import Options, Path_
+from ckpt_tools.transfer.result import TransferResult
+from ckpt_tools.transfer.transfer import transfer
+
+_MAX_BESIDE_BYTES = 64 << 20  # longer files beside the model are not sealed with a delta
+_SHOWN = 5
+
+
+class Publication(Options, total=False):
+    """How to publish.
+
+    Attributes:
+        base: the directory of the model's config and tokenizer. If nothing is published yet, it is
+            version 0, which the engines have, and the first version is a delta.
+        full: publish a complete version.
+        encoding: of a delta: one of `ENCODINGS`, "xor" if absent.
+        checksum: of a delta's tensors: one of `CHECKSUMS`, "xxh3-128" if absent.
+        dtype, keep_dtype, names, partial, rename, key_map, settings: as for `convert`.
+    """
+
+    base: Path_ | None
+    full: bool
+    encoding: str | None
+    checksum: str | None
+    dtype: Any
+    keep_dtype: Sequence[str]
+    names: str | None
+    partial: bool
+    rename: Sequence[str]
+    key_map: Path_ | None
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishResult:
+    """A published version, or with `dry_run`, the plan of one.
+
+    Attributes:
+        source, destination: paths or URLs.
+        version: its number.
+        base_version: the version that a delta changes; None for a complete version.
+        num_tensors, nbytes: of the model.
+        num_changed, changed_nbytes: tensors and bytes that a delta changes.
+        written_nbytes: of the files of this version.
+        notes: remarks.
+        seconds: wall-clock time.
+        is_dry_run: whether nothing was written.
+    """
+
+    source: str
+    destination: str
+    version: int
+    base_version: int | None
+    num_tensors: int
+    nbytes: int
+    num_changed: int | None
+    changed_nbytes: int | None
+    written_nbytes: int | None
+    notes: Sequence[str] = ()
+    seconds: float = 0.0
+    is_dry_run: bool = False
+
+
+@checked(Publication)
+def publish_version(src: Path_, root: Path_, **how: Unpack[Publication]) -> PublishResult:
+    """Publishes a model as the next version, for inference engines to pull.
+
+    The first version is complete, or with `base` a delta against that model. Later versions are
+    deltas against the version before, unless `full` is set.
+
+    Args:
+        src: a checkpoint of any format, with the model as `convert --to hf` takes it.
+        root: the directory of the versions; a path or a URL.
+        **how: see `Publication`.
+
+    Raises:
+        PlanError: the model is not that of the version before; the message lists what differs.
+        CheckpointError: see the tree in `errors`. Then no version was added.
+    """
+    began = time.monotonic()
+    _check(how)
+    url = local_path(root).rstrip("/")
+    options = how.get("storage_options")
+    numbers = versions_in(url, options)
+    last, base = (numbers[-1] if numbers else 0), how.get("base")
+    number, to = last + 1, f"{url}/{version_name(last + 1)}"
+    before = f"{url}/{version_name(last)}" if last else base
+    old = None if before is None else open_sealed(before, options)[0]
+    try:
+        conversion = _conversion(how, src, old, to)
+        source, _ = open_sealed(src, options)
+        if how.get("full") or old is None:
+            about = {"version": number}
+            result = convert_source(source, to, "hf", conversion, "publish", about=about)
+            return _result_of(result, number, None, None, began)
+        return _publish_delta(source, old, to, number, how, conversion, began)
+    finally:
+        if old is not None:
+            old.store.close()
+
+
+def versions_in(url: str, options: Mapping[str, Any] | None) -> list[int]:
+    """Returns the numbers of the versions in a directory, in order; none if it does not exist."""
+    try:
+        store = open_folder(url, options)
+    except NotACheckpointError:
+        return []
+    try:
+        return numbers_in(
+            name
+            for name in store.folders()
+            if safetensors.recognise(store.enter(name).list_files())
+        )
+    finally:
+        store.close()
+
+
+def _check(how: Publication) -> None:
+    for key, known in (("encoding", ENCODINGS), ("checksum", CHECKSUMS)):
+        if (value := how.get(key)) is not None and value not in known:
+            raise PlanError(
+                f"--{key}: expected one of {', '.join(known)}, got {printable(str(value))!r}"
+            )
+    for key in ("overwrite", "resume"):
+        if how.get(key):
+            raise PlanError(f"--{key} is not for versions: each is written once, as a whole")
+    if (how.get("group") or ALONE).size > 1:
+        raise PlanError("one process publishes a version", hint="run it without torchrun")
+
+
+def _conversion(how: Publication, src: Path_, old: Source | None, to: str) -> Conversion:
+    """Returns how the model is converted. The config comes from `base`, or from a version."""
+    given = {k: v for k, v in how.items() if k in Conversion.__annotations__ and v is not None}
+    if how.get("base") is None:
+        places = [p for p in (_complete_url(old), local_path(src)) if p and not is_url(p)]
+        config = next((p for p in places if os.path.isfile(f"{p}/config.json")), None)
+        given |= {"base": config} if config else {}
+    found = cast(Conversion, given)
+    check_request("hf", to, found)
+    return found
+
+
+def _complete_url(old: Source | None) -> str:
+    """Returns where the complete version lies on which a version builds; "" for no version."""
+    if old is None:
+        return ""
+    return old.folder.complete_url if isinstance(old.folder, PatchedStore) else old.folder.url
+
+
+def _publish_delta(
+    source: Source,
+    old: Source,
+    to: str,
+    number: int,
+    how: Publication,
+    conversion: Conversion,
+    began: float,
+) -> PublishResult:
+    request, parts = prepare(
+        source, to, "hf", conversion, "publish", about={"version": number, "base": number - 1}
+    )
+    _compare(request.layout, old)
+    said = ""
+    if number == 1:
+        base = str(how.get("base"))
+        said = base if is_url(base) else os.path.realpath(local_path(base))
+    index = DeltaIndex(
+        number,
+        number - 1,
+        how.get("encoding") or XOR,
+        how.get("checksum") or XXH3,
+        {},
+        said,
+    )
+    place = DeltaDestination(request.dst, old.store, old.catalog, index)
+    layout = replace(request.layout, files={}, aliases={})
+    form = cast(Format, _AsBefore(old))
+    result = transfer(replace(request, dst=place, format=form, layout=layout))
+    result = replace(result, notes=(*result.notes, *parts.notes))
+    return _result_of(result, number, number - 1, place.counts, began)
+
+
+class _AsBefore:
+    """The files of the version before, as a format: names, headers and positions stay."""
+
+    NAME = safetensors.NAME
+
+    def __init__(self, old: Source) -> None:
+        """Reads the headers, the index, and the small files beside them."""
+        self._tensors = old.catalog.tensors
+        store = old.store
+        data = sorted(old.catalog.file_sizes)
+        ends = dict.fromkeys(data, 0)
+        for entry in self._tensors.values():
+            extent = entry.chunks[0].extent
+            ends[extent.file] = min(ends[extent.file] or extent.start, extent.start)
+        sizes = {name: store.size(name) for name in data}
+        self._literals = [
+            Literal(name, 0, read(store, name, 0, ends[name] or sizes[name])) for name in data
+        ]
+        self.unsealed: list[str] = []
+        for name, nbytes in store.list_files().items():
+            if name in sizes or name == safetensors.INDEX or is_note(name) or name.startswith("."):
+                continue
+            if nbytes > _MAX_BESIDE_BYTES:
+                self.unsealed.append(name)
+                continue
+            sizes[name] = nbytes
+            self._literals.append(Literal(name, 0, read(store, name)))
+        self._sizes = sizes
+        self._index = Literal(safetensors.INDEX, 0, index_of(store, old.catalog))
+
+    def lay_out(self, request: Request) -> Target:
+        """Lays out the same files, whatever is asked for: the tensors are the same."""
+        slots = {}
+        for tensor in request.tensors:
+            extent = self._tensors[tensor.fqn].chunks[0].extent
+            slots[tensor.fqn] = (Slot(whole(tensor.shape), extent.file, extent.start),)
+        return Target(self.NAME, self._sizes, slots, tuple(self._literals), index=self._index)
+
+
+def _compare(layout: Request, old: Source) -> None:
+    """Refuses a model that has other tensors than the version before.
+
+    Raises:
+        PlanError: names, types or shapes differ.
+    """
+    new = {t.fqn: (t.dtype.name, tuple(t.shape)) for t in layout.tensors}
+    was = {n: (t.dtype.name, tuple(t.shape)) for n, t in old.catalog.tensors.items()}
+    parted = [n for n, t in old.catalog.tensors.items() if len(t.chunks) != 1]
+    if parted:
+        raise PlanError(
+            f"the version before stores tensors in parts: {printable(parted[0])!r}",
+            hint="publish a complete version: --full",
+        )
+    if new == was:
+        return
+    types = {(new[n][0], was[n][0]) for n in new.keys() & was.keys() if new[n][0] != was[n][0]}
+    problems = [
+        *(f"only in the source: {printable(n)!r}" for n in new.keys() - was.keys()),
+        *(f"only in the version before: {printable(n)!r}" for n in was.keys() - new.keys()),
+        *(
+            f"{printable(n)!r}: {new[n][0]} {list(new[n][1])}, before {was[n][0]} {list(was[n][1])}"
+            for n in new.keys() & was.keys()
+            if new[n] != was[n]
+        ),
+    ]
+    shown = "\n".join(f"  {line}" for line in sorted(problems)[:_SHOWN])
+    more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    hint = "publish a complete version: --full"
+    if len(types) == 1 and new.keys() == was.keys():
+        hint = f"--dtype {types.pop()[1]} writes the type of the version before; or --full"
+    raise PlanError(
+        f"the model is not that of the version before ({printable(old.path)}):\n{shown}{more}",
+        hint=hint,
+    )
+
+
+def _result_of(
+    result: TransferResult,
+    number: int,
+    base: int | None,
+    counts: DeltaCounts | None,
+    began: float,
+) -> PublishResult:
+    is_delta = counts is not None and not result.is_dry_run
+    written = None if counts is not None or result.is_dry_run else result.written_nbytes
+    return PublishResult(
+        result.source,
+        redacted(result.destination),
+        number,
+        base,
+        result.num_tensors,
+        sum(result.bytes_by_dtype.values()),
+        counts.num_changed if counts is not None and is_delta else None,
+        counts.changed_nbytes if counts is not None and is_delta else None,
+        counts.written_nbytes if counts is not None and is_delta else written,
+        result.notes,
+        time.monotonic() - began,
+        result.is_dry_run,
+    )
