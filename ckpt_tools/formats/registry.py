@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ckpt_tools.core.catalog import RAW, Catalog, Extent, Payloads, TensorEntry, check_names
 from ckpt_tools.core.coverage import check
@@ -43,13 +43,16 @@ from ckpt_tools.formats.base import (
 )
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.deepspeed import zero as deepspeed
-from ckpt_tools.formats.deltas.layout import number_of, read_delta_index
+from ckpt_tools.formats.deltas.layout import number_of, numbers_in, read_delta_index
 from ckpt_tools.formats.external import external_formats, recognised
 from ckpt_tools.formats.look_alikes import look_alike
 from ckpt_tools.formats.per_rank import files as per_rank
 from ckpt_tools.storage import LocalStore, Overlay, Store, is_url, local_path
 from ckpt_tools.storage.one_file import OneFile, folder_of, overlaid
 from ckpt_tools.storage.retries import read_again_if_wrong
+
+if TYPE_CHECKING:
+    from ckpt_tools.storage import RemoteStore
 
 __all__ = [
     "FORMATS",
@@ -65,6 +68,7 @@ __all__ = [
     "open_source",
     "refuse_file_name",
     "suffix_of",
+    "versions_in",
     "whole_tensor",
 ]
 
@@ -181,7 +185,7 @@ def detect(
 
 def _completed(
     store: Store,
-    options: Mapping[str, Any] | None,
+    options: Mapping[str, Any] | None = None,
     base: str = "",
     is_reached: Callable[[int, Store], Store | None] | None = None,
 ) -> Store:
@@ -190,16 +194,16 @@ def _completed(
     `base` and `is_reached` are those of `find_chain`.
     """
     url = store.url.rstrip("/") if is_url(store.url) else os.path.realpath(store.url)
-    folder, _, name = url.rpartition("/")
-    number = number_of(name)
+    number = number_of(url.rpartition("/")[2])
     if number is None or read_delta_index(store) is None:
         return store
+    folders = cast("LocalStore | RemoteStore", store)
     from ckpt_tools.formats.deltas.chain import PatchedStore, find_chain  # with NumPy and zstd
 
     chain = find_chain(
         store,
         number,
-        lambda other: open_folder(f"{folder}/{other}", options),
+        folders.beside,
         lambda where: open_folder(where, options),
         base,
         is_reached,
@@ -233,6 +237,22 @@ def open_folder(where: str, options: Mapping[str, Any] | None = None) -> Store:
     if file:
         raise NotACheckpointError(f"a file is no directory: {printable(where)}")
     return store
+
+
+def versions_in(url: str, options: Mapping[str, Any] | None) -> list[int]:
+    """Returns the numbers of the versions in a directory, in order; none if it does not exist."""
+    try:
+        store = open_folder(url, options)
+    except NotACheckpointError:
+        return []
+    try:
+        return numbers_in(
+            name
+            for name in store.folders()
+            if safetensors.recognise(store.enter(name).list_files())
+        )
+    finally:
+        store.close()
 
 
 def detect_in(root: Store) -> tuple[Store, Format]:
@@ -486,7 +506,8 @@ def open_source_in(folder: Store) -> Source:
 
     In a bucket, an object with the very name of the folder is left alone.
     """
-    return _source(*detect_in(folder))
+    store, form = detect_in(folder)
+    return _source(_completed(store) if form is safetensors else store, form)
 
 
 def _source(store: Store, form: Format) -> Source:

@@ -10,7 +10,7 @@ from typing import Any, Unpack, cast
 
 from ckpt_tools.core.box import whole
 from ckpt_tools.core.plan import Literal, Slot, Target
-from ckpt_tools.errors import NotACheckpointError, PlanError, printable, redacted
+from ckpt_tools.errors import PlanError, printable, redacted
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Format, Request, is_note
 from ckpt_tools.formats.deltas.chain import PatchedStore
@@ -21,10 +21,9 @@ from ckpt_tools.formats.deltas.layout import (
     XXH3,
     DeltaIndex,
     index_of,
-    numbers_in,
     version_name,
 )
-from ckpt_tools.formats.registry import Source, open_folder
+from ckpt_tools.formats.registry import Source, versions_in
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.convert import convert_source, prepare
 from ckpt_tools.operations.convert.options import Conversion, check_request
@@ -131,22 +130,6 @@ def publish_version(src: Path_, root: Path_, **how: Unpack[Publication]) -> Publ
     finally:
         if old is not None:
             old.store.close()
-
-
-def versions_in(url: str, options: Mapping[str, Any] | None) -> list[int]:
-    """Returns the numbers of the versions in a directory, in order; none if it does not exist."""
-    try:
-        store = open_folder(url, options)
-    except NotACheckpointError:
-        return []
-    try:
-        return numbers_in(
-            name
-            for name in store.folders()
-            if safetensors.recognise(store.enter(name).list_files())
-        )
-    finally:
-        store.close()
 
 
 def _check(how: Publication) -> None:

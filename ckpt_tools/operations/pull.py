@@ -25,10 +25,9 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats.deltas.chain import PatchedStore, wrong_tensors
 from ckpt_tools.formats.deltas.layout import version_name
-from ckpt_tools.formats.registry import Source, open_version
+from ckpt_tools.formats.registry import Source, open_version, versions_in
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.copy import copy_opened
-from ckpt_tools.operations.publish import versions_in
 from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.publish.find_manifest import find_manifest, manifest_of
 from ckpt_tools.publish.manifest import Manifest

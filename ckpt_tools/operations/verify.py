@@ -9,17 +9,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Unpack
+from dataclasses import dataclass, field, replace
+from typing import Any, Unpack, cast
 
+from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.scan import Finding
-from ckpt_tools.errors import IntegrityError, PlanError, printable, redacted
+from ckpt_tools.errors import (
+    IntegrityError,
+    NotACheckpointError,
+    PlanError,
+    printable,
+    redacted,
+)
+from ckpt_tools.formats.deltas.layout import version_name
+from ckpt_tools.formats.registry import versions_in
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.folder import note_on_others
 from ckpt_tools.operations.verification import Verification
+from ckpt_tools.operations.verify_versions import joined, look_at_versions
 from ckpt_tools.publish.check_manifest import Problem
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
 from ckpt_tools.run.step import Step, damage
+from ckpt_tools.storage import local_path
+from ckpt_tools.storage.one_file import folder_of
 from ckpt_tools.transfer.options import Path_, Reading
 
 
@@ -104,6 +116,35 @@ def verify(
     """
     if quick and deep:
         raise PlanError("quick reads no values, and deep looks at them", hint="give one of the two")
+    try:
+        return _verify(src, quick, deep, require_manifest, options)
+    except NotACheckpointError as error:
+        url = local_path(src).rstrip("/")
+        numbers = versions_in(url, options.get("storage_options")) if error.num_below else []
+        if not numbers:
+            raise
+    began = time.monotonic()
+
+    def one(path: str) -> VerifyResult:
+        return _verify(path, quick, deep, require_manifest, options)
+
+    try:
+        newest = one(f"{url}/{version_name(numbers[-1])}")
+    except IntegrityError as error:
+        newest = VerifyResult(url, True, 0, 0, 0, [Problem("", f"is damaged: {error}")])
+    problems, notes = look_at_versions(
+        url,
+        numbers,
+        options.get("storage_options"),
+        options.get("jobs"),
+        lambda path: list(one(path).problems),
+    )
+    return replace(newest, **joined(url, newest, problems, notes, numbers[-1], began))
+
+
+def _verify(
+    src: Path_, quick: bool, deep: bool, require_manifest: bool, options: Reading
+) -> VerifyResult:
     group: Group = options.get("group") or ALONE
     with group.phase("open"):
         work = Verification(src, options)
@@ -116,6 +157,14 @@ def verify(
     work.notes += note_on_others(src, work.store)
     began = time.monotonic()
     problems, unknown = work.compare(quick) if work.manifest else work.examine_all(quick)
+    version = folder_of(work.store)[0]
+    if work.manifest is None and not quick and not problems and hasattr(version, "layers"):
+        from ckpt_tools.formats.deltas.chain import PatchedStore, wrong_tensors
+
+        wrong = wrong_tensors(cast(PatchedStore, version), num_threads(options.get("jobs")))
+        what = "is not what the publisher noted: the changes or the model below are others"
+        problems = [Problem(name, what, name) for name in wrong]
+        work.notes.append("changed tensors were compared with the publisher's checksums")
     if not problems and not work.num_entries and not (work.catalog and work.catalog.unread):
         problems = [Problem("", "it holds no tensor and no object, so there is nothing to verify")]
     lost = sorted({p.fqn for p in problems if p.fqn})

@@ -146,6 +146,10 @@ class LocalStore(StoreDefaults):
     def enter(self, name: str) -> LocalStore:
         return LocalStore(os.path.join(self.url, name))
 
+    def beside(self, name: str) -> LocalStore:
+        """Returns the store of another folder beside this one."""
+        return LocalStore(os.path.join(os.path.dirname(self._root), name))
+
     def size(self, path: str) -> int:
         return os.fstat(self._open(path)).st_size
 

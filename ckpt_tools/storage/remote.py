@@ -162,6 +162,11 @@ class RemoteStore(StoreDefaults):
         """Returns the store of a prefix directly under the root."""
         return RemoteStore(f"{self.url}/{name}", None, self._fs, self.traffic)
 
+    def beside(self, name: str) -> RemoteStore:
+        """Returns the store of another prefix beside this one."""
+        folder = self.url.rpartition("/")[0]
+        return RemoteStore(f"{folder}/{name}", None, self._fs, self.traffic)
+
     def enter_all(self) -> dict[str, RemoteStore]:
         """Returns the stores of all prefixes directly under the root.
 

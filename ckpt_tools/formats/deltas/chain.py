@@ -27,7 +27,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import MANIFEST, note_of
-from ckpt_tools.formats.deltas.encoding import Change, decode, new_hasher
+from ckpt_tools.formats.deltas.encoding import Change, check_frame, decode, new_hasher
 from ckpt_tools.formats.deltas.layout import DeltaIndex, index_of, read_delta_index, version_name
 from ckpt_tools.storage import Capabilities, Store, Writer, read
 from ckpt_tools.storage.base import StoreDefaults
@@ -104,7 +104,7 @@ def find_chain(
     Args:
         store: the directory of the version.
         number: its number.
-        sibling: opens the folder of that name beside it.
+        sibling: returns the store of the folder of that name beside it.
         elsewhere: opens a path or URL.
         base: path or URL of version 0; "" for the one that the publisher noted.
         is_reached: takes the number and store of a version; returns the store of that version as
@@ -132,15 +132,24 @@ def find_chain(
         number = index.base_number
         if number == 0:
             return Chain(_base(base or said, store, elsewhere), 0, layers)
-        try:
-            store = sibling(version_name(number))
-        except (NotACheckpointError, StorageError) as error:
+        below = sibling(version_name(number))
+        if not _holds_files(below):
             raise StorageError(
                 f"version {number} is missing, and version {number + 1} is a change of it"
                 f" ({printable(store.url)})",
                 hint="restore it, or pull a version from the next complete one on",
                 is_missing=True,
-            ) from error
+            )
+        store = below
+
+
+def _holds_files(store: Store) -> bool:
+    try:
+        return bool(store.list_files())
+    except StorageError as error:
+        if not error.is_missing:
+            raise
+        return False
 
 
 def _base(where: str, store: Store, elsewhere: Callable[[str], Store]) -> Store:
@@ -277,6 +286,24 @@ def _tensor(entry: TensorEntry | None, frames: Sequence[Frame], fqn: str) -> Cha
         raise PlanError(f"a changed tensor is stored in parts: {printable(fqn)!r} ({where})")
     extent = entry.chunks[0].extent
     return ChangedTensor(fqn, extent.file, extent.start, extent.nbytes, frames)
+
+
+def damaged_frames(store: Store, index: DeltaIndex, jobs: int) -> dict[str, str]:
+    """Returns the changed tensors of a delta whose frames cannot be decompressed, with the reason.
+
+    Raises:
+        CheckpointError: the files cannot be read, or lack a tensor of the index.
+    """
+    files = sorted(set(index.weight_map.values()))
+    found = safetensors.read_files(store, files, index.weight_map)
+
+    def problem(entry: TensorEntry) -> str:
+        extent = entry.chunks[0].extent
+        return check_frame(read(store, extent.file, extent.start, extent.nbytes))
+
+    with ThreadPoolExecutor(jobs, "ckpt-delta") as pool:
+        told = pool.map(problem, found.tensors.values())
+        return {fqn: why for fqn, why in zip(found.tensors, told, strict=True) if why}
 
 
 class _Decoded:

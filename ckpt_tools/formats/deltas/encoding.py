@@ -160,6 +160,19 @@ def decode(frame: bytes, encoding: str, nbytes: int, what: str) -> Change:
         raise _damaged(what, printable(str(error))) from error
 
 
+def check_frame(frame: bytes) -> str:
+    """Returns why a frame cannot be decompressed, by its own checksum; "" if it can."""
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).stream_reader(
+            frame
+        ) as reader:
+            while reader.read(_BLOCK_BYTES):
+                pass
+    except zstandard.ZstdError as error:
+        return f"is damaged: {error}"
+    return ""
+
+
 def _damaged(what: str, why: str) -> IntegrityError:
     return IntegrityError(
         f"the change of a tensor is damaged: {why} ({what})",

@@ -1,0 +1,546 @@
+"""`ckpt publish` and `ckpt pull`: versions of a model, complete or as what changed.
+
+The oracle applies the published files by itself, with numpy, zstandard and xxhash, as their layout
+is described by slime. It shares no code with the package.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import blake3
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import ckpt_tools
+from ckpt_tools import publish_version, pull
+from ckpt_tools.errors import CheckpointError, FormatError, IntegrityError, PlanError, StorageError
+from ckpt_tools.formats.deltas.encoding import Encoder, check_size, decode, new_hasher
+from tests.operations.llamas import llama
+from tests.servers.servers import Server
+
+State = dict[str, torch.Tensor]
+INDEX = "model.safetensors.index.json"
+
+
+def first_state() -> State:
+    torch.manual_seed(0)
+    return {
+        **{f"layers.{i}.w": torch.randn(70, 513).bfloat16() for i in range(4)},
+        "norm": torch.ones(7).bfloat16(),
+        "head": torch.randn(300, 1001).bfloat16(),
+        "none": torch.zeros(0, 4).bfloat16(),
+        "count": torch.tensor(5),
+    }
+
+
+def next_state(state: State, part: float = 0.02) -> State:
+    """Changes a part of all values but those of layer 2."""
+    found = {name: values.clone() for name, values in state.items()}
+    for name, values in found.items():
+        if values.is_floating_point() and "layers.2" not in name:
+            where = torch.rand(values.shape) < part
+            values[where] = torch.randn(int(where.sum())).to(values.dtype)
+    found["count"] += 1
+    return found
+
+
+def model_directory(folder: Path, state: State) -> Path:
+    """A Hugging Face directory of two shards."""
+    folder.mkdir()
+    weight_map = {}
+    for number in (1, 2):
+        name = f"model-{number:05d}-of-00002.safetensors"
+        part = {n: v for i, (n, v) in enumerate(state.items()) if i % 2 == number - 1}
+        save_file(part, folder / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, name)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "config.json").write_text('{"architectures": ["Mine"]}')
+    (folder / "tokenizer.json").write_text('{"a": 1}')
+    return folder
+
+
+def apply_versions(folder: Path, root: Path, numbers: list[int]) -> State:
+    """Applies deltas to a copy of the base, in place, as an engine does; compares the checksums."""
+    files = {}
+    places = {}
+    for path in folder.glob("*.safetensors"):
+        data = files[path] = bytearray(path.read_bytes())
+        nbytes = int.from_bytes(data[:8], "little")
+        for name, about in json.loads(data[8 : 8 + nbytes]).items():
+            if name != "__metadata__":
+                first, last = about["data_offsets"]
+                places[name] = path, 8 + nbytes + first, 8 + nbytes + last
+    for number in numbers:
+        version = root / f"weight_v{number:06d}"
+        about = json.loads((version / INDEX).read_text())["metadata"]
+        assert about["version"] == f"{number:06d}"
+        assert about["base_version"] == f"{number - 1:06d}"
+        assert about["compression_format"] == "zstd"
+        for file in version.glob("*.safetensors"):
+            data = file.read_bytes()
+            nbytes = int.from_bytes(data[:8], "little")
+            header = json.loads(data[8 : 8 + nbytes])
+            checksums = header.pop("__metadata__")
+            for name, entry in header.items():
+                first, last = (8 + nbytes + at for at in entry["data_offsets"])
+                assert entry["dtype"] == "U8" and entry["shape"] == [last - first]
+                found = zstandard.ZstdDecompressor().stream_reader(data[first:last]).read()
+                path, low, high = places[name]
+                new = np.frombuffer(files[path][low:high], np.uint8).copy()
+                if about["delta_encoding"] == "xor":
+                    new ^= np.frombuffer(found, np.uint8)
+                else:
+                    count = int.from_bytes(found[:4], "little")
+                    new[np.frombuffer(found[4 : 4 + 4 * count], "<u4")] = np.frombuffer(
+                        found[4 + 4 * count :], np.uint8
+                    )
+                checksum = {
+                    "xxh3-128": lambda data: xxhash.xxh3_128(data).hexdigest(),
+                    "blake3": lambda data: blake3.blake3(data).hexdigest(),
+                    "adler32": lambda data: f"{zlib.adler32(data):08x}",
+                }[about["checksum_format"]]
+                assert checksums[name] == checksum(new.tobytes())
+                files[path][low:high] = new.tobytes()
+    result: State = {}
+    for path, data in files.items():
+        changed = path.with_name(f"changed-{path.name}")
+        changed.write_bytes(data)
+        result |= load_file(changed)
+        changed.unlink()
+    return result
+
+
+def loaded(folder: Path) -> State:
+    found: State = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def same(a: State, b: State) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+class Publisher:
+    """A directory with a base, and the versions that were published, with their states."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.root, self.base = folder, folder / "root", folder / "base"
+        self.states = [first_state()]
+        model_directory(self.base, self.states[0])
+
+    def publish(self, state: State | None = None, **how: Any) -> Any:
+        self.states.append(next_state(self.states[-1]) if state is None else state)
+        source = self.folder / f"source{len(self.states)}.safetensors"
+        save_file(self.states[-1], source)
+        if not (self.root / "weight_v000001").exists():
+            how.setdefault("base", self.base)
+        return publish_version(source, how.pop("root", self.root), partial=True, **how)
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Publisher:
+    return Publisher(tmp_path)
+
+
+def version(root: Path, number: int) -> Path:
+    return root / f"weight_v{number:06d}"
+
+
+@pytest.mark.parametrize("checksum", ["xxh3-128", "blake3", "adler32"])
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_what_is_published_is_what_an_engine_reads(
+    encoding: str, checksum: str, publisher: Publisher
+) -> None:
+    for number in (1, 2, 3):
+        result = publisher.publish(encoding=encoding, checksum=checksum)
+        assert (result.version, result.base_version) == (number, number - 1)
+        before, after = publisher.states[-2:]
+        assert result.num_tensors == 8
+        assert result.num_changed == sum(not torch.equal(before[n], v) for n, v in after.items())
+        changed = sum(
+            int((before[n].view(-1).view(torch.uint8) != v.view(-1).view(torch.uint8)).sum())
+            for n, v in after.items()
+            if v.numel()
+        )
+        assert result.changed_nbytes == changed
+        files = [p for p in version(publisher.root, number).iterdir() if "manifest" not in p.name]
+        assert result.written_nbytes == sum(p.stat().st_size for p in files)
+        assert same(
+            apply_versions(publisher.base, publisher.root, list(range(1, number + 1))), after
+        )
+
+
+def test_a_version_is_read_as_a_complete_checkpoint(
+    publisher: Publisher, ckpt: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    for encoding in ("xor", "overwrite", "xor"):
+        publisher.publish(encoding=encoding)
+    for number in (1, 2, 3):
+        path = version(publisher.root, number)
+        with ckpt_tools.open(path) as found:
+            for name, values in publisher.states[number].items():
+                assert torch.equal(found[name][...], values), (number, name)
+        assert ckpt_tools.verify(path).problems == []
+    differences = ckpt_tools.diff(version(publisher.root, 2), version(publisher.root, 3))
+    assert {d.fqn for d in differences.differences} == {
+        n for n in publisher.states[0] if n not in ("layers.2.w", "none")
+    }
+    merged = publisher.folder / "merged.safetensors"
+    ckpt_tools.merge(version(publisher.root, 3), merged)
+    assert same(load_file(merged), publisher.states[3])
+    whole = ckpt("verify", publisher.root)
+    assert whole.returncode == 0 and "0 complete, 3 deltas" in whole.stdout
+    assert "3 is" not in ckpt("inspect", version(publisher.root, 3)).stdout
+
+
+def test_a_pull_folds_deltas_and_replaces_at_once(publisher: Publisher) -> None:
+    local = publisher.folder / "local"
+    for encoding in ("xor", "overwrite", "xor"):
+        publisher.publish(encoding=encoding)
+    result = pull(publisher.root, local, version=1)
+    assert (result.version, result.from_version, result.num_deltas) == (1, 0, 1)
+    assert same(loaded(local), publisher.states[1])
+    with (local / "model-00001-of-00002.safetensors").open("rb") as opened:
+        before = opened.read()
+        result = pull(publisher.root, local)
+        opened.seek(0)
+        assert opened.read() == before  # an engine that had it open
+    assert (result.version, result.from_version, result.num_deltas) == (3, 1, 2)
+    assert same(loaded(local), publisher.states[3])
+    assert ckpt_tools.verify(local).problems == []
+    assert {p.name for p in local.iterdir() if "manifest" not in p.name} == {
+        p.name for p in publisher.base.iterdir()
+    }
+    assert (local / "tokenizer.json").read_text() == '{"a": 1}'
+    assert pull(publisher.root, local).is_there
+    dry = pull(publisher.root, publisher.folder / "no", dry_run=True)
+    assert dry.is_dry_run and not (publisher.folder / "no").exists()
+    assert pull(publisher.root, local, version=2).version == 2  # back
+    assert same(loaded(local), publisher.states[2])
+
+
+def test_a_complete_version_begins_the_chain_anew(publisher: Publisher) -> None:
+    first = publish_version(publisher.base, publisher.root, partial=True)
+    assert (first.version, first.base_version) == (1, None)
+    assert same(loaded(version(publisher.root, 1)), publisher.states[0])
+    publisher.publish()
+    assert publisher.publish(full=True).base_version is None
+    publisher.publish()
+    local = publisher.folder / "local"
+    result = pull(publisher.root, local)
+    assert (result.version, result.from_version, result.num_deltas) == (4, 3, 1)
+    assert same(loaded(local), publisher.states[-1])
+    shutil.rmtree(version(publisher.root, 1))  # behind the complete one
+    assert same(loaded(local), publisher.states[-1])
+    assert pull(publisher.root, publisher.folder / "other").from_version == 3
+    problems = ckpt_tools.verify(publisher.root).problems
+    assert [str(p) for p in problems] == [
+        "weight_v000002 is a change of version 1, which is missing"
+    ]
+
+
+def test_a_model_without_changes_is_a_version_too(publisher: Publisher) -> None:
+    publisher.publish(publisher.states[0])
+    result = publisher.publish(publisher.states[0])
+    assert (result.num_changed, result.changed_nbytes) == (0, 0)
+    assert list(version(publisher.root, 2).glob("*.safetensors")) == []
+    local = publisher.folder / "local"
+    assert pull(publisher.root, local).version == 2 and same(loaded(local), publisher.states[0])
+
+
+def test_a_base_of_one_file_without_an_index(publisher: Publisher) -> None:
+    base = publisher.folder / "single"
+    base.mkdir()
+    save_file(publisher.states[0], base / "model.safetensors")
+    (base / "config.json").write_text('{"architectures": ["Mine"]}')
+    for _ in range(2):
+        publisher.publish(base=base)
+    local = publisher.folder / "local"
+    pull(publisher.root, local, version=1)
+    pull(publisher.root, local)
+    assert same(loaded(local), publisher.states[2])
+    assert ckpt_tools.verify(local).problems == []
+    assert json.loads((local / INDEX).read_text())["weight_map"]["head"] == "model.safetensors"
+    assert same(apply_versions(base, publisher.root, [1, 2]), publisher.states[2])
+
+
+def test_many_small_tiles_come_in_any_order(publisher: Publisher, tmp_path: Path) -> None:
+    """The source is cut into columns, so that threads finish tiles in another order."""
+    publisher.publish()
+    state = next_state(publisher.states[-1], 0.4)  # dense
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    ckpt_tools.reshard(tmp_path / "dcp", tmp_path / "three", to_ranks=3)
+    for _ in range(3):
+        shutil.rmtree(version(publisher.root, 2), ignore_errors=True)
+        publish_version(
+            tmp_path / "three", publisher.root, partial=True, jobs=8, memory_bytes=8 * 3 * 4096
+        )
+        assert same(apply_versions(publisher.base, publisher.root, [1, 2]), state)
+
+
+def refused(kind: type[Exception], *parts: str, **how: Any) -> Callable[..., None]:
+    def check(call: Callable[..., Any], *args: Any) -> None:
+        with pytest.raises(kind) as caught:
+            call(*args, **how)
+        text = f"{caught.value} {getattr(caught.value, 'hint', '')}"
+        assert all(part in text for part in parts), text
+
+    return check
+
+
+def test_another_model_is_refused_by_name(publisher: Publisher) -> None:
+    state = publisher.states[0]
+    publisher.publish()
+    there = sorted(os.listdir(publisher.root))
+    less = {n: v for n, v in state.items() if n != "head"}
+    refused(PlanError, "only in the version before: 'head'", "--full")(publisher.publish, less)
+    more = state | {"new": torch.ones(3)}
+    refused(PlanError, "only in the source: 'new'")(publisher.publish, more)
+    shape = state | {"norm": torch.ones(8).bfloat16()}
+    refused(PlanError, "other shapes than the result: norm")(publisher.publish, shape)
+    single = {n: v.float() if v.is_floating_point() else v for n, v in state.items()}
+    refused(PlanError, "--dtype bfloat16")(publisher.publish, single)
+    assert publisher.publish(single, dtype="bf16").num_changed  # the cast
+    refused(PlanError, "xor, overwrite", encoding="zip")(publisher.publish)
+    refused(PlanError, "adler32", checksum="md5")(publisher.publish)
+    assert sorted(os.listdir(publisher.root)) == [*there, "weight_v000002"]
+    with pytest.raises(PlanError, match="32 bits"):
+        check_size("overwrite", "w", (1 << 32) + 1)
+    check_size("xor", "w", (1 << 32) + 1)
+
+
+def test_a_wrong_base_and_damage_are_named(publisher: Publisher) -> None:
+    publisher.publish()
+    publisher.publish()
+    local = publisher.folder / "local"
+    wrong = shutil.copytree(publisher.base, publisher.folder / "wrong")
+    path = next(p for p in wrong.glob("*.safetensors") if "head" in load_file(p))
+    data = bytearray(path.read_bytes())
+    at = data.index(publisher.states[0]["head"].view(torch.uint8).numpy().tobytes()[:64])
+    data[at] ^= 1
+    path.write_bytes(data)
+    refused(IntegrityError, "head", "--base", base=wrong)(pull, publisher.root, local)
+    refused(StorageError, "no such path", "--base", base="nowhere")(pull, publisher.root, local)
+    assert not local.exists()
+    delta = version(publisher.root, 1) / "model-00001-of-00001.safetensors"
+    whole = delta.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    places = json.loads(whole[8:start])
+    first, last = places["layers.3.w"]["data_offsets"]
+    for at in (first + 30, (first + last) // 2, last - 2):
+        data = bytearray(whole)
+        data[start + at] ^= 16
+        delta.write_bytes(data)
+        refused(IntegrityError, "layers.3.w", "weight_v000001")(pull, publisher.root, local)
+        problems = ckpt_tools.verify(publisher.root).problems
+        assert any(p.fqn == "layers.3.w" for p in problems)
+        assert not local.exists()
+    delta.write_bytes(whole)
+    assert pull(publisher.root, local).version == 2
+
+
+def test_a_hole_and_a_renamed_version_are_refused(publisher: Publisher) -> None:
+    for _ in range(3):
+        publisher.publish()
+    local = publisher.folder / "local"
+    version(publisher.root, 2).rename(publisher.folder / "away")
+    refused(StorageError, "version 2 is missing", "version 3")(pull, publisher.root, local)
+    refused(PlanError, "there is no version 2", version=2)(pull, publisher.root, local)
+    with pytest.raises(FormatError, match="only the changes since another version"):
+        ckpt_tools.inspect(publisher.folder / "away")
+    shutil.copytree(version(publisher.root, 3), version(publisher.root, 2))  # a fork
+    refused(FormatError, "says that it is version 3", version=3)(pull, publisher.root, local)
+    assert not local.exists()
+    with pytest.raises(CheckpointError, match="no version lies in"):
+        pull(publisher.folder / "nothing", local)
+
+
+def test_versions_of_another_publisher_are_proved_by_its_checksums(publisher: Publisher) -> None:
+    """Without our manifests, as slime leaves them."""
+    publisher.publish()
+    publisher.publish(encoding="overwrite", checksum="adler32")
+    for note in publisher.root.rglob("ckpt.manifest.*"):
+        note.unlink()
+    local = publisher.folder / "local"
+    assert pull(publisher.root, local).num_deltas == 2
+    assert same(loaded(local), publisher.states[2])
+    checked = ckpt_tools.verify(version(publisher.root, 2))
+    damaged = shutil.copytree(publisher.root, publisher.folder / "damaged")
+    text = json.loads((version(damaged, 1) / INDEX).read_text())
+    text["metadata"]["ckpt_base"] = str(
+        model_directory(publisher.folder / "b2", next_state(publisher.states[0]))
+    )
+    (version(damaged, 1) / INDEX).write_text(json.dumps(text))
+    assert "head" in ckpt_tools.verify(version(damaged, 2)).lost
+    assert checked.problems == [] and not checked.is_sealed
+    assert any("publisher's checksums" in note for note in checked.notes)
+    index = version(publisher.root, 1) / INDEX
+    text = json.loads(index.read_text())
+    del text["metadata"]["ckpt_base"]
+    index.write_text(json.dumps(text))
+    refused(PlanError, "--base DIR")(pull, publisher.root, publisher.folder / "other")
+    other = model_directory(publisher.folder / "another", next_state(publisher.states[0]))
+    refused(IntegrityError, "head", base=other)(pull, publisher.root, publisher.folder / "other")
+    assert pull(publisher.root, publisher.folder / "other", base=publisher.base).version == 2
+
+
+def test_a_hook_runs_after_each_version(publisher: Publisher) -> None:
+    publisher.publish()
+    local, told = publisher.folder / "local", publisher.folder / "told"
+    command = f"{sys.executable} -c \"import os; open('{told}', 'a').write(os.environ['CKPT_VERSION'] + os.environ['CKPT_PATH'])\""
+    pull(publisher.root, local, hook=command)
+    assert told.read_text() == f"1{local}"
+    publisher.publish()
+    with pytest.raises(CheckpointError, match="version 2 is in place, but its hook failed"):
+        pull(publisher.root, local, hook="false")
+    assert same(loaded(local), publisher.states[2])
+    asked: list[Any] = []
+
+    class Engine(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(500 if len(asked) > 1 else 200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Engine) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/update_weights_from_disk"
+        publisher.publish()
+        pull(publisher.root, local, hook=url)
+        publisher.publish()
+        with pytest.raises(CheckpointError, match="500"):
+            pull(publisher.root, local, hook=url)
+        server.shutdown()
+    assert asked[0] == {"model_path": str(local), "weight_version": "3"}
+
+
+def test_a_follower_goes_along(publisher: Publisher) -> None:
+    local = publisher.folder / "local"
+    words = [sys.executable, "-m", "ckpt_tools", "pull", publisher.root, local, "--follow"]
+    follower = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        time.sleep(1)  # nothing is published yet
+        for number in (1, 2):
+            publisher.publish()
+            deadline = time.monotonic() + 120
+            while not (local.exists() and same(loaded(local), publisher.states[number])):
+                assert time.monotonic() < deadline and follower.poll() is None
+                time.sleep(0.1)
+    finally:
+        follower.send_signal(signal.SIGINT)
+        out, err = follower.communicate(timeout=60)
+    assert "version 1 in" in out and "version 2 in" in out and follower.returncode == 130
+    assert "no version lies in" in err
+
+
+def test_publish_to_a_bucket_and_pull_from_it(server: Server, publisher: Publisher) -> None:
+    server.bucket("versions")
+    url, options = "s3://versions/root", {"storage_options": server.options}
+    for encoding in ("xor", "overwrite"):
+        publisher.publish(
+            root=url,
+            base=publisher.base if encoding == "xor" else None,
+            encoding=encoding,
+            **options,
+        )
+    local = publisher.folder / "local"
+    assert pull(url, local, **options).num_deltas == 2
+    assert same(loaded(local), publisher.states[2])
+    publisher.publish(root=url, full=True, **options)
+    publisher.publish(root=url, **options)
+    assert pull(url, local, **options).version == 4
+    assert same(loaded(local), publisher.states[4])
+    assert ckpt_tools.verify(url, **options).problems == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
+def test_a_job_s_step_becomes_what_transformers_loads(tied: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = llama(tied).bfloat16()
+    model.save_pretrained(tmp_path / "base", max_shard_size="20KB")
+    trained = llama(tied)
+    trained.load_state_dict(model.float().state_dict())
+    tokens = torch.arange(24).view(2, 12)
+    for number in (1, 2):
+        with torch.no_grad():
+            for values in trained.parameters():
+                values += (torch.rand_like(values) < 0.05) * 0.1
+        step = tmp_path / f"step-{number}"
+        dcp.save({"model": trained.state_dict()}, checkpoint_id=step, no_dist=True)
+        how = {"base": tmp_path / "base"} if number == 1 else {}
+        result = publish_version(step, tmp_path / "root", dtype="bf16", **how)
+        assert result.base_version == number - 1, result.notes
+    pull(tmp_path / "root", tmp_path / "local")
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "local", dtype="auto")
+    expected = llama(tied).bfloat16()
+    expected.load_state_dict(trained.state_dict())
+    assert all(torch.equal(v, found.state_dict()[n]) for n, v in expected.state_dict().items())
+    assert found(tokens).logits.isfinite().all()
+
+
+@settings(max_examples=60)
+@given(
+    st.one_of(
+        st.integers(1, 5_000),
+        st.integers((2 << 20) - 20, (2 << 20) + 20),
+        st.integers((4 << 20) - 9, (4 << 20) + 9),
+    ),
+    st.sampled_from(["xor", "overwrite"]),
+    st.sampled_from([0.0, 1e-5, 0.01, 0.3, 1.0]),
+    st.integers(0, 2**32),
+    st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=6),
+    st.integers(1 << 10, 1 << 20),
+)
+def test_a_change_is_applied_to_any_range(
+    nbytes: int,
+    encoding: str,
+    part: float,
+    seed: int,
+    ranges: list[tuple[float, float]],
+    piece: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    old = rng.integers(0, 256, nbytes, np.uint8)
+    new = np.where(rng.random(nbytes) < part, rng.integers(0, 256, nbytes, np.uint8), old)
+    encoder = Encoder(encoding, nbytes, new_hasher("xxh3-128"))
+    frame = b"".join(
+        encoder.add(new[at : at + piece], old[at : at + piece]) for at in range(0, nbytes, piece)
+    )
+    rest, checksum = encoder.finish()
+    assert encoder.num_changed == int((new != old).sum())
+    assert checksum == xxhash.xxh3_128(new.tobytes()).hexdigest()
+    change = decode(frame + rest, encoding, nbytes, "it")
+    for one, two in [*ranges, (0.0, 1.0)]:
+        low, high = sorted((int(one * nbytes), int(two * nbytes)))
+        found = old[low:high].copy()
+        change.apply(found, low)
+        assert np.array_equal(found, new[low:high])
+    for wrong in (nbytes - 1, nbytes + 1):
+        if encoding == "xor":
+            with pytest.raises(IntegrityError):
+                decode(frame + rest, encoding, wrong, "it")
