@@ -162,8 +162,8 @@ VERBS = {
         "Serve",
         "Publish the next version of a model, or only what changed.",
         (
-            "ckpt publish run/step-00000500 versions --base base --dtype bf16",
-            "ckpt publish run/step-00000600 s3://bucket/versions --dtype bf16",
+            "ckpt publish run/step-00000400 versions --base base",
+            "ckpt publish run/step-00000500 s3://bucket/versions --base base",
         ),
     ),
     "pull": VerbHelp(
@@ -171,7 +171,8 @@ VERBS = {
         "Bring a local model to a published version.",
         (
             "ckpt pull versions model",
-            "ckpt pull s3://bucket/versions model --follow --hook ./reload.sh",
+            "ckpt pull versions model --version 1 --hook ./reload.sh",
+            "ckpt pull s3://bucket/versions model --follow",
         ),
     ),
 }

@@ -43,7 +43,7 @@ from ckpt_tools.formats.base import (
 )
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.deepspeed import zero as deepspeed
-from ckpt_tools.formats.deltas.layout import number_of, numbers_in, read_delta_index
+from ckpt_tools.formats.deltas.layout import numbers_in, read_delta_index, version_number
 from ckpt_tools.formats.external import external_formats, recognised
 from ckpt_tools.formats.look_alikes import look_alike
 from ckpt_tools.formats.per_rank import files as per_rank
@@ -194,7 +194,7 @@ def _completed(
     `base` and `is_reached` are those of `find_chain`.
     """
     url = store.url.rstrip("/") if is_url(store.url) else os.path.realpath(store.url)
-    number = number_of(url.rpartition("/")[2])
+    number = version_number(url.rpartition("/")[2])
     if number is None or read_delta_index(store) is None:
         return store
     folders = cast("LocalStore | RemoteStore", store)

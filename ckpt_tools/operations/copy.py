@@ -30,6 +30,7 @@ from ckpt_tools.errors import (
     printable,
     redacted,
 )
+from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import LOCK, MANIFEST, attempt_for, new_attempt, note_of
 from ckpt_tools.formats.registry import INDEXES, Source, open_source
 from ckpt_tools.operations.arguments import checked
@@ -647,12 +648,13 @@ class _CopyJob:
     def _records(self) -> dict[Extent, str]:
         """Returns the records of archives with a CRC-32, to compare the bytes with during the copy.
 
-        Returns nothing if there is a manifest, because its checksums are better.
+        Returns nothing if there is a manifest, because its checksums are better. safetensors has
+        none.
 
         Raises:
             IntegrityError: an archive is damaged around its records.
         """
-        if self.manifest is not None:
+        if self.manifest is not None or self.source.format is safetensors:
             return {}
         reading: Reading = {
             "storage_options": self.options.get("storage_options"),

@@ -13,19 +13,20 @@ from ckpt_tools.core.plan import Literal, Slot, Target
 from ckpt_tools.errors import PlanError, printable, redacted
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Format, Request, is_note
-from ckpt_tools.formats.deltas.chain import PatchedStore
+from ckpt_tools.formats.deltas.chain import as_patched
 from ckpt_tools.formats.deltas.layout import (
     CHECKSUMS,
     ENCODINGS,
     XOR,
     XXH3,
     DeltaIndex,
-    index_of,
+    index_text,
     version_name,
 )
 from ckpt_tools.formats.registry import Source, versions_in
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.convert import convert_source, prepare
+from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.convert.options import Conversion, check_request
 from ckpt_tools.publish.delta import DeltaCounts, DeltaDestination
 from ckpt_tools.publish.sealed_source import open_sealed
@@ -121,7 +122,8 @@ def publish_version(src: Path_, root: Path_, **how: Unpack[Publication]) -> Publ
     old = None if before is None else open_sealed(before, options)[0]
     try:
         conversion = _conversion(how, src, old, to)
-        source, _ = open_sealed(src, options)
+        source, _ = open_sealed(src, options, lay_beside(how.get("shapes")))
+        check_needed(how.get("shapes"), source.catalog)
         if how.get("full") or old is None:
             about = {"version": number}
             result = convert_source(source, to, "hf", conversion, "publish", about=about)
@@ -161,7 +163,8 @@ def _complete_url(old: Source | None) -> str:
     """Returns where the complete version lies on which a version builds; "" for no version."""
     if old is None:
         return ""
-    return old.folder.complete_url if isinstance(old.folder, PatchedStore) else old.folder.url
+    patched = as_patched(old.folder)
+    return old.folder.url if patched is None else patched.complete_url
 
 
 def _publish_delta(
@@ -225,7 +228,7 @@ class _AsBefore:
             sizes[name] = nbytes
             self._literals.append(Literal(name, 0, read(store, name)))
         self._sizes = sizes
-        self._index = Literal(safetensors.INDEX, 0, index_of(store, old.catalog))
+        self._index = Literal(safetensors.INDEX, 0, index_text(store, old.catalog))
 
     def lay_out(self, request: Request) -> Target:
         """Lays out the same files, whatever is asked for: the tensors are the same."""

@@ -23,7 +23,7 @@ from ckpt_tools.errors import (
     printable,
     redacted,
 )
-from ckpt_tools.formats.deltas.chain import PatchedStore, wrong_tensors
+from ckpt_tools.formats.deltas.chain import PatchedStore, as_patched, wrong_tensors
 from ckpt_tools.formats.deltas.layout import version_name
 from ckpt_tools.formats.registry import Source, open_version, versions_in
 from ckpt_tools.operations.arguments import checked
@@ -115,7 +115,7 @@ def pull(root: Path_, local: Path_, **how: Unpack[Pulling]) -> PullResult:
     version_url = f"{url}/{version_name(number)}"
     source = open_version(version_url, options, "" if base is None else local_path(base), reached)
     try:
-        if source.store.url == where and not isinstance(source.folder, PatchedStore):
+        if source.store.url == where and as_patched(source.folder) is None:
             return _there(version_url, where, number, began)
         return _pulled(source, where, number, how, began)
     finally:
@@ -123,19 +123,19 @@ def pull(root: Path_, local: Path_, **how: Unpack[Pulling]) -> PullResult:
 
 
 def _pulled(source: Source, where: str, number: int, how: Pulling, began: float) -> PullResult:
-    store, jobs = source.folder, num_threads(how.get("jobs"))
-    layers = store.layers if isinstance(store, PatchedStore) else ()
+    version, jobs = as_patched(source.folder), num_threads(how.get("jobs"))
+    layers = () if version is None else version.layers
     start = layers[0].about.base_number if layers else number
-    if isinstance(store, PatchedStore) and manifest_of(store) is None:
-        _prove(store, jobs)
+    if version is not None and manifest_of(version) is None:
+        _prove(version, jobs)
     copying: Options = {k: v for k, v in how.items() if k in Options.__annotations__}  # type: ignore[assignment]
     target = open_destination(where, None)
     try:
         result = copy_opened(source, target, copying, began, replaces=True)
     except IntegrityError as error:
-        if isinstance(store, PatchedStore):
+        if version is not None:
             with suppress(StorageError):
-                _prove(store, jobs)
+                _prove(version, jobs)
             raise IntegrityError(
                 str(error.args[0]),
                 hint=f"is version {start} the one that was published? Else restore {source.path}",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.scan import Finding
@@ -21,12 +21,13 @@ from ckpt_tools.errors import (
     printable,
     redacted,
 )
+from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.deltas.layout import version_name
 from ckpt_tools.formats.registry import versions_in
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.folder import note_on_others
 from ckpt_tools.operations.verification import Verification
-from ckpt_tools.operations.verify_versions import joined, look_at_versions
+from ckpt_tools.operations.verify_versions import look_at_versions, of_publication
 from ckpt_tools.publish.check_manifest import Problem
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
 from ckpt_tools.run.step import Step, damage
@@ -139,7 +140,7 @@ def verify(
         options.get("jobs"),
         lambda path: list(one(path).problems),
     )
-    return replace(newest, **joined(url, newest, problems, notes, numbers[-1], began))
+    return replace(newest, **of_publication(url, newest, problems, notes, numbers[-1], began))
 
 
 def _verify(
@@ -157,14 +158,8 @@ def _verify(
     work.notes += note_on_others(src, work.store)
     began = time.monotonic()
     problems, unknown = work.compare(quick) if work.manifest else work.examine_all(quick)
-    version = folder_of(work.store)[0]
-    if work.manifest is None and not quick and not problems and hasattr(version, "layers"):
-        from ckpt_tools.formats.deltas.chain import PatchedStore, wrong_tensors
-
-        wrong = wrong_tensors(cast(PatchedStore, version), num_threads(options.get("jobs")))
-        what = "is not what the publisher noted: the changes or the model below are others"
-        problems = [Problem(name, what, name) for name in wrong]
-        work.notes.append("changed tensors were compared with the publisher's checksums")
+    if work.manifest is None and not quick and not problems and work.format is safetensors:
+        problems = _compare_changes(work, num_threads(options.get("jobs")))
     if not problems and not work.num_entries and not (work.catalog and work.catalog.unread):
         problems = [Problem("", "it holds no tensor and no object, so there is nothing to verify")]
     lost = sorted({p.fqn for p in problems if p.fqn})
@@ -190,3 +185,15 @@ def _verify(
         findings,
         time.monotonic() - began,
     )
+
+
+def _compare_changes(work: Verification, jobs: int) -> list[Problem]:
+    """Compares what a delta without a manifest changes with the checksums of its publisher."""
+    from ckpt_tools.formats.deltas.chain import as_patched, wrong_tensors  # with zstd
+
+    version = as_patched(folder_of(work.store)[0])
+    if version is None:
+        return []
+    work.notes.append("changed tensors were compared with the publisher's checksums")
+    what = "is not what the publisher noted: the changes or the model below are others"
+    return [Problem(version.changed[n].file, what, n) for n in wrong_tensors(version, jobs)]

@@ -60,7 +60,7 @@ def look_at_versions(
     return problems, [f"{note} decompressed; the newest was read as a whole"]
 
 
-def joined(
+def of_publication(
     url: str, newest: Any, problems: list[Problem], notes: list[str], number: int, began: float
 ) -> dict[str, Any]:
     """Returns the fields of a result for the whole publication, from that of the newest version."""

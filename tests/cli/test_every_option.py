@@ -38,6 +38,8 @@ ARGUMENTS = {
     "thin": "run",
     "report": "s.pt",
     "pin": "run/step-1",
+    "publish": "s.pt versions",
+    "pull": "versions model",
 }
 NEEDED = {
     "reshard": "--to 2",
@@ -74,6 +76,8 @@ FLAGS = {
     "--higher-is-better",
     "--open",
     "--no-values",
+    "--full",
+    "--follow",
 }
 # a value that matches nothing, or that is none, of every other option; more words that it needs
 NOTHING = {
@@ -123,6 +127,10 @@ NOTHING = {
     "--weights": "1,x",
     "--schedule": "steep",
     "--scale": "0.5",
+    "--encoding": "zip",
+    "--checksum": "md5",
+    "--version": "0",
+    "--hook": "false",
 }
 SPECIAL = {
     ("convert", "--to"): "zz",

@@ -52,6 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "base").mkdir()
     (folder / "base" / "config.json").write_text(json.dumps(CONFIG))
     save_file(weights, folder / "base" / "model.safetensors")
+    (folder / "reload.sh").write_text("#!/bin/sh\n")
+    (folder / "reload.sh").chmod(0o755)
     return folder
 
 
@@ -97,6 +99,10 @@ def test_the_examples_run(verb: str, folder: Path, tmp_path: Path, server: Serve
         if "s3://bucket/run/step-00000500" in words and verb != "copy":
             step = "s3://bucket/run/step-00000500"
             run_command("copy", "run/step-00000500", step, cwd=here, env=environment)
+        if verb == "pull":
+            root = words[2]
+            run_command("publish", "run/step-00000500", root, cwd=here, env=environment)
+            words = [word for word in words if word != "--follow"]  # it has no end
         if "--from" in words:
             words[words.index("run/step-00000500")] = "eight"
         done = run_command(*words[1:], cwd=here, env=environment)

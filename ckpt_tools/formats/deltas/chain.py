@@ -27,8 +27,8 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import MANIFEST, note_of
-from ckpt_tools.formats.deltas.encoding import Change, check_frame, decode, new_hasher
-from ckpt_tools.formats.deltas.layout import DeltaIndex, index_of, read_delta_index, version_name
+from ckpt_tools.formats.deltas.encoding import Patch, check_frame, decode, new_hasher
+from ckpt_tools.formats.deltas.layout import DeltaIndex, index_text, read_delta_index, version_name
 from ckpt_tools.storage import Capabilities, Store, Writer, read
 from ckpt_tools.storage.base import StoreDefaults
 from ckpt_tools.storage.memory import MemoryStore
@@ -185,7 +185,7 @@ class PatchedStore(StoreDefaults):
         catalog = safetensors.read_catalog(self._base)
         self.changed = _changed(catalog, chain.layers)
         is_single = safetensors.INDEX not in self._base.list_files()
-        index = {safetensors.INDEX: index_of(self._base, catalog)} if is_single else {}
+        index = {safetensors.INDEX: index_text(self._base, catalog)} if is_single else {}
         self._memory = MemoryStore(index, url)
         self._by_file: dict[str, list[ChangedTensor]] = {}
         for tensor in sorted(self.changed.values(), key=lambda t: t.start):
@@ -262,6 +262,11 @@ class PatchedStore(StoreDefaults):
         return self._last if note_of(path) is not None else self._base
 
 
+def as_patched(store: Store) -> PatchedStore | None:
+    """Returns the store of a delta that is shown as a complete version; None for any other."""
+    return store if isinstance(store, PatchedStore) else None
+
+
 def _changed(catalog: Catalog, layers: Sequence[Layer]) -> dict[str, ChangedTensor]:
     found: dict[str, list[Frame]] = {}
     for layer in layers:
@@ -311,10 +316,10 @@ class _Decoded:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found: OrderedDict[tuple[str, int], Change] = OrderedDict()
+        self._found: OrderedDict[tuple[str, int], Patch] = OrderedDict()
         self._busy: dict[tuple[str, int], threading.Lock] = {}
 
-    def get(self, tensor: ChangedTensor, frame: Frame) -> Change:
+    def get(self, tensor: ChangedTensor, frame: Frame) -> Patch:
         """Returns a change, from memory if it is there."""
         key = tensor.fqn, frame.layer.about.number
         with self._lock:
@@ -341,7 +346,7 @@ class _Decoded:
             self._found.clear()
 
 
-def _decode(tensor: ChangedTensor, frame: Frame) -> Change:
+def _decode(tensor: ChangedTensor, frame: Frame) -> Patch:
     about, store = frame.layer
     what = f"{printable(tensor.fqn)!r} in {printable(store.url)}"
     data = read(store, frame.file, frame.start, frame.nbytes)

@@ -133,7 +133,7 @@ def check_size(encoding: str, name: str, nbytes: int) -> None:
         )
 
 
-class Change(Protocol):
+class Patch(Protocol):
     """A decoded change, which can be applied to any range of the tensor's bytes."""
 
     nbytes: int  # of memory
@@ -143,7 +143,7 @@ class Change(Protocol):
         ...
 
 
-def decode(frame: bytes, encoding: str, nbytes: int, what: str) -> Change:
+def decode(frame: bytes, encoding: str, nbytes: int, what: str) -> Patch:
     """Returns the change of a tensor of `nbytes` bytes; `what` names it in messages.
 
     Raises:

@@ -67,7 +67,7 @@ def version_name(number: int) -> str:
     return f"weight_v{number:06d}"
 
 
-def number_of(name: str) -> int | None:
+def version_number(name: str) -> int | None:
     """Returns the number of a version by the name of its directory; None for another name."""
     found = _NAME.fullmatch(name)
     number = int(found[1]) if found else 0
@@ -76,7 +76,7 @@ def number_of(name: str) -> int | None:
 
 def numbers_in(names: Iterable[str]) -> list[int]:
     """Returns the numbers of the versions among the names of folders, in order."""
-    return sorted(n for name in names if (n := number_of(name)) is not None)
+    return sorted(n for name in names if (n := version_number(name)) is not None)
 
 
 def read_delta_index(store: Store) -> DeltaIndex | None:
@@ -118,7 +118,7 @@ def read_delta_index(store: Store) -> DeltaIndex | None:
     )
 
 
-def index_of(store: Store, catalog: Catalog) -> bytes:
+def index_text(store: Store, catalog: Catalog) -> bytes:
     """Returns the index of a complete version; for a single file, the one that it would have."""
     if INDEX in store.list_files():
         return read(store, INDEX)
