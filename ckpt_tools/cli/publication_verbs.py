@@ -54,6 +54,16 @@ def publish(
     full: Annotated[
         bool, typer.Option("--full", help="Publish a complete version, not a delta.")
     ] = False,
+    full_every: Annotated[
+        int | None,
+        typer.Option(
+            "--full-every",
+            min=1,
+            metavar="N",
+            help="Publish a complete version after N deltas.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         dtype_option("Cast the model's floating-point tensors. Nothing is cast unless asked."),
@@ -102,6 +112,7 @@ def publish(
         root,
         base=base,
         full=full,
+        full_every=full_every,
         dtype=dtype,
         keep_dtype=keep_dtype or (),
         encoding=encoding,

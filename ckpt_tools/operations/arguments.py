@@ -56,11 +56,23 @@ _TEXTS = _Kind("a list of texts", _are_texts)
 _TEXT = _Kind("a text", lambda value: isinstance(value, str))
 _TABLE = _Kind("a dict", lambda value: isinstance(value, Mapping))
 _TOLERANCE = _Kind("a number, at least 0 and finite", _is_tolerance)
-_REQUIRED = ("src", "dst", "a", "b", "to", "to_ranks")
+_REQUIRED = ("src", "dst", "a", "b", "to", "to_ranks", "root", "local")
 _KINDS = {
-    **dict.fromkeys(("src", "dst", "a", "b", "lora", "key_map", "base", "shapes"), _PATH),
     **dict.fromkeys(
-        ("jobs", "memory_bytes", "to_ranks", "from_ranks", "ranks", "max_shard_bytes"), _COUNT
+        ("src", "dst", "a", "b", "lora", "key_map", "base", "shapes", "root", "local"), _PATH
+    ),
+    **dict.fromkeys(
+        (
+            "jobs",
+            "memory_bytes",
+            "to_ranks",
+            "from_ranks",
+            "ranks",
+            "max_shard_bytes",
+            "full_every",
+            "version",
+        ),
+        _COUNT,
     ),
     **dict.fromkeys(
         (
@@ -76,11 +88,13 @@ _KINDS = {
             "strict",
             "cast",
             "trust_pickle",
+            "full",
+            "partial",
         ),
         _FLAG,
     ),
     **dict.fromkeys(("select", "exclude", "keep_dtype", "rename"), _TEXTS),
-    **dict.fromkeys(("to", "optimizer", "mesh", "names"), _TEXT),
+    **dict.fromkeys(("to", "optimizer", "mesh", "names", "encoding", "checksum", "hook"), _TEXT),
     **dict.fromkeys(("storage_options", "to_storage_options", "settings"), _TABLE),
     **dict.fromkeys(("atol", "rtol"), _TOLERANCE),
     "dtype": _Kind("bf16, fp16, fp32, fp64, or a dtype of torch", _is_dtype),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -47,6 +48,7 @@ class Publication(Options, total=False):
         base: the directory of the model's config and tokenizer. If nothing is published yet, it is
             version 0, which the engines have, and the first version is a delta.
         full: publish a complete version.
+        full_every: publish a complete version after so many deltas.
         encoding: of a delta: one of `ENCODINGS`, "xor" if absent.
         checksum: of a delta's tensors: one of `CHECKSUMS`, "xxh3-128" if absent.
         dtype, keep_dtype, names, partial, rename, key_map, settings: as for `convert`.
@@ -54,6 +56,7 @@ class Publication(Options, total=False):
 
     base: Path_ | None
     full: bool
+    full_every: int | None
     encoding: str | None
     checksum: str | None
     dtype: Any
@@ -124,7 +127,8 @@ def publish_version(src: Path_, root: Path_, **how: Unpack[Publication]) -> Publ
         conversion = _conversion(how, src, old, to)
         source, _ = open_sealed(src, options, lay_beside(how.get("shapes")))
         check_needed(how.get("shapes"), source.catalog)
-        if how.get("full") or old is None:
+        is_due = how.get("full") or _num_deltas(old) >= (how.get("full_every") or math.inf)
+        if is_due or old is None:
             about = {"version": number}
             result = convert_source(source, to, "hf", conversion, "publish", about=about)
             return _result_of(result, number, None, None, began)
@@ -157,6 +161,12 @@ def _conversion(how: Publication, src: Path_, old: Source | None, to: str) -> Co
     found = cast(Conversion, given)
     check_request("hf", to, found)
     return found
+
+
+def _num_deltas(old: Source | None) -> int:
+    """Returns how many deltas a version is above a complete one."""
+    patched = None if old is None else as_patched(old.folder)
+    return 0 if patched is None else len(patched.layers)
 
 
 def _complete_url(old: Source | None) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager
@@ -118,6 +119,36 @@ def test_a_result_is_there_whole_or_not_at_all(
         old, words = contents(tmp_path / "disk" / name), [*words, "--overwrite"]
     disk = run(tmp_path, *words)
     new, seen = contents(tmp_path / "disk" / name), set[str]()
+    crash(disk, STATES, 1, tmp_path, old_or_new(name, old, new, seen))
+    assert seen == {"old", "new"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["publish", "pull"])
+def test_a_version_is_there_whole_or_not_at_all(verb: str, tmp_path: Path) -> None:
+    """The version before stays, and what is pulled takes its place as a whole."""
+    torch.manual_seed(0)
+    base, disk_root, states = tmp_path / "base", tmp_path / "disk", []
+    base.mkdir()
+    (base / "config.json").write_text('{"architectures": ["Mine"]}')
+    for number in range(3):
+        states.append({f"layer{i}.w": torch.randn(50, 31) for i in range(3)})
+        path = base / "model.safetensors" if number == 0 else tmp_path / f"{number}.safetensors"
+        save_file(states[-1], path)
+    disk_root.mkdir()
+    root = disk_root / "root" if verb == "publish" else tmp_path / "root"
+    ckpt_tools.publish_version(tmp_path / "1.safetensors", root, base=base, partial=True)
+    if verb == "pull":
+        ckpt_tools.pull(root, disk_root / "local")
+        ckpt_tools.publish_version(tmp_path / "2.safetensors", root, partial=True)
+        name, words = "local", ["pull", root, disk_root / "local"]
+    else:
+        name = "root/weight_v000002"
+        words = ["publish", tmp_path / "2.safetensors", root, "--partial"]
+    old = contents(disk_root / name) if verb == "pull" else None
+    disk = run(tmp_path, "-m", "ckpt_tools", *words)
+    new, seen = contents(disk_root / name), set[str]()
+    assert new != old
     crash(disk, STATES, 1, tmp_path, old_or_new(name, old, new, seen))
     assert seen == {"old", "new"}
 

@@ -247,6 +247,12 @@ def test_a_complete_version_begins_the_chain_anew(publisher: Publisher) -> None:
     publisher.publish()
     assert publisher.publish(full=True).base_version is None
     publisher.publish()
+    assert publisher.publish(full_every=3).base_version == 4
+    assert publisher.publish(full_every=2).base_version is None  # above 3 are two deltas
+    publisher.publish(full_every=2)
+    for number in (7, 6, 5):
+        shutil.rmtree(version(publisher.root, number))
+        publisher.states.pop()
     local = publisher.folder / "local"
     result = pull(publisher.root, local)
     assert (result.version, result.from_version, result.num_deltas) == (4, 3, 1)
