@@ -20,6 +20,7 @@ import numpy as np
 
 from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.core.plan import Literal
+from ckpt_tools.engine.kernels import Bytes
 from ckpt_tools.engine.sinks import empty_bytes
 from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.formats.deltas.encoding import Encoder, check_size, new_hasher
@@ -234,7 +235,7 @@ class _Encoders:
 
     def __init__(self, before: Store, catalog: Catalog, index: DeltaIndex) -> None:
         self._before, self._index = before, index
-        self._frames, self._lock = _Frames(), threading.Lock()
+        self._frames, self._lock, self._own = _Frames(), threading.Lock(), threading.local()
         self.counts = DeltaCounts()
         self._work: dict[str, _Tensor] = {}
         self._places: dict[str, list[tuple[int, int, str]]] = {}
@@ -318,9 +319,16 @@ class _Encoders:
 
     def _encode(self, file: str, tensor: _Tensor, data: memoryview | bytes) -> None:
         new = np.frombuffer(data, np.uint8)
-        old = empty_bytes(len(new))
+        old = self._room(len(new))
         self._before.read_into(file, tensor.start + tensor.encoder.at, old.data)
         tensor.frame.write(tensor.encoder.add(new, old))
+
+    def _room(self, nbytes: int) -> Bytes:
+        """Returns memory of this thread, which its next call returns again."""
+        found: Bytes | None = getattr(self._own, "memory", None)
+        if found is None or len(found) < nbytes:
+            found = self._own.memory = empty_bytes(nbytes)
+        return found[:nbytes]
 
     def _done(self, tensor: _Tensor) -> None:
         rest, checksum = tensor.encoder.finish()

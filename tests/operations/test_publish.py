@@ -535,7 +535,8 @@ def test_a_change_is_applied_to_any_range(
     new = np.where(rng.random(nbytes) < part, rng.integers(0, 256, nbytes, np.uint8), old)
     encoder = Encoder(encoding, nbytes, new_hasher("xxh3-128"))
     frame = b"".join(
-        encoder.add(new[at : at + piece], old[at : at + piece]) for at in range(0, nbytes, piece)
+        encoder.add(new[at : at + piece], old[at : at + piece].copy())
+        for at in range(0, nbytes, piece)
     )
     rest, checksum = encoder.finish()
     assert encoder.num_changed == int((new != old).sum())

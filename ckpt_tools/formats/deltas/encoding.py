@@ -92,9 +92,12 @@ class Encoder:
         self.num_changed = self.at = 0
 
     def add(self, new: Bytes, old: Bytes) -> bytes:
-        """Takes the next bytes, and returns what is to be written of the frame."""
+        """Takes the next bytes, and returns what is to be written of the frame.
+
+        `old` is overwritten: fresh memory for each piece would take longer than the rest.
+        """
         self._hasher.update(new.data)
-        diff = np.bitwise_xor(new, old)
+        diff = np.bitwise_xor(new, old, out=old)
         where = None if self._encoding == XOR else np.flatnonzero(diff)
         self.num_changed += int(np.count_nonzero(diff)) if where is None else len(where)
         start, self.at = self.at, self.at + len(new)
@@ -181,21 +184,26 @@ def _damaged(what: str, why: str) -> IntegrityError:
 
 
 def _blocks(reader: Any, nbytes: int, what: str) -> Iterator[Bytes]:
+    """Yields the blocks, all in the same memory."""
+    memory = np.empty(min(_BLOCK_BYTES, nbytes), np.uint8)
     for start in range(0, nbytes, _BLOCK_BYTES):
-        yield _exactly(reader, min(_BLOCK_BYTES, nbytes - start), what)
+        yield _fill(reader, memory[: nbytes - start], what)
     if reader.read(1):
         raise _damaged(what, f"more than the {nbytes:,} bytes of the tensor")
 
 
-def _exactly(reader: Any, nbytes: int, what: str) -> Bytes:
-    found = np.empty(nbytes, np.uint8)
+def _fill(reader: Any, memory: Bytes, what: str) -> Bytes:
     at = 0
-    while at < nbytes:
-        count = reader.readinto(found[at:].data)
+    while at < len(memory):
+        count = reader.readinto(memory[at:].data)
         if not count:
-            raise _damaged(what, f"it ends {nbytes - at:,} bytes early")
+            raise _damaged(what, f"it ends {len(memory) - at:,} bytes early")
         at += count
-    return found
+    return memory
+
+
+def _exactly(reader: Any, nbytes: int, what: str) -> Bytes:
+    return _fill(reader, np.empty(nbytes, np.uint8), what)
 
 
 class _Xor:
@@ -234,7 +242,7 @@ def _packed(block: Bytes) -> _Packed:
     if not len(where):
         return None
     if len(where) * _DENSE > len(words):
-        return block
+        return block.copy()
     return where.astype(np.uint32), words[where]
 
 
