@@ -43,7 +43,12 @@ from ckpt_tools.formats.base import (
 )
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.deepspeed import zero as deepspeed
-from ckpt_tools.formats.deltas.layout import numbers_in, read_delta_index, version_number
+from ckpt_tools.formats.deltas.layout import (
+    numbers_in,
+    read_delta_index,
+    version_name,
+    version_number,
+)
 from ckpt_tools.formats.external import external_formats, recognised
 from ckpt_tools.formats.look_alikes import look_alike
 from ckpt_tools.formats.per_rank import files as per_rank
@@ -240,17 +245,21 @@ def open_folder(where: str, options: Mapping[str, Any] | None = None) -> Store:
 
 
 def versions_in(url: str, options: Mapping[str, Any] | None) -> list[int]:
-    """Returns the numbers of the versions in a directory, in order; none if it does not exist."""
+    """Returns the numbers of the versions in a directory, in order; none if it does not exist.
+
+    The newest of them is complete. Above it may be one that is being written to a bucket.
+    """
     try:
         store = open_folder(url, options)
     except NotACheckpointError:
         return []
     try:
-        return numbers_in(
-            name
-            for name in store.folders()
-            if safetensors.recognise(store.enter(name).list_files())
-        )
+        numbers = numbers_in(store.folders())
+        while numbers:
+            if safetensors.recognise(store.enter(version_name(numbers[-1])).list_files()):
+                break
+            numbers.pop()
+        return numbers
     finally:
         store.close()
 

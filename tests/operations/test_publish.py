@@ -406,6 +406,9 @@ def test_versions_of_another_publisher_are_proved_by_its_checksums(publisher: Pu
     del text["metadata"]["ckpt_base"]
     index.write_text(json.dumps(text))
     refused(PlanError, "--base DIR")(pull, publisher.root, publisher.folder / "other")
+    text["metadata"]["ckpt_base"] = "http://127.0.0.1:9/secret"
+    index.write_text(json.dumps(text))
+    refused(PlanError, "not opened unasked", "--base")(pull, publisher.root, publisher.folder / "o")
     other = model_directory(publisher.folder / "another", next_state(publisher.states[0]))
     refused(IntegrityError, "head", base=other)(pull, publisher.root, publisher.folder / "other")
     assert pull(publisher.root, publisher.folder / "other", base=publisher.base).version == 2

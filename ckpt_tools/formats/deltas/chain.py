@@ -131,7 +131,8 @@ def find_chain(
         said = said or index.base
         number = index.base_number
         if number == 0:
-            return Chain(_base(base or said, store, elsewhere), 0, layers)
+            where = base or _said_base(said, store)
+            return Chain(_open_base(where, elsewhere), 0, layers)
         below = sibling(version_name(number))
         if not _holds_files(below):
             raise StorageError(
@@ -152,17 +153,36 @@ def _holds_files(store: Store) -> bool:
         return False
 
 
-def _base(where: str, store: Store, elsewhere: Callable[[str], Store]) -> Store:
-    hint = "give the directory of the model that the engine started with: --base DIR"
-    if not where:
+_BASE_HINT = "give the directory of the model that the engine started with: --base DIR"
+
+
+def _said_base(said: str, store: Store) -> str:
+    """Returns where a delta says that version 0 lies.
+
+    Raises:
+        PlanError: it does not say, or it names another kind of store: a delta of somebody else
+            makes no requests to a host that the user did not name.
+    """
+    where = printable(store.url)
+    if not said:
         raise PlanError(
-            f"{printable(store.url)} is a change of version 0, and does not say where that is",
-            hint=hint,
+            f"{where} is a change of version 0, and does not say where that is", hint=_BASE_HINT
         )
+    scheme, is_url = said.partition("://")[::2]
+    if is_url and scheme != store.url.partition("://")[0]:
+        raise PlanError(
+            f"{where} names a version 0 in another kind of store, which is not opened unasked:"
+            f" {printable(said)}",
+            hint=_BASE_HINT,
+        )
+    return said
+
+
+def _open_base(where: str, elsewhere: Callable[[str], Store]) -> Store:
     try:
         return elsewhere(where)
     except (NotACheckpointError, StorageError) as error:
-        raise StorageError(f"version 0 cannot be opened: {error}", hint=hint) from error
+        raise StorageError(f"version 0 cannot be opened: {error}", hint=_BASE_HINT) from error
 
 
 class PatchedStore(StoreDefaults):
