@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save_file
 import ckpt_tools
 from ckpt_tools import publish_version, pull
 from ckpt_tools.errors import CheckpointError, FormatError, IntegrityError, PlanError, StorageError
-from ckpt_tools.formats.deltas.encoding import Encoder, check_size, decode, new_hasher
+from ckpt_tools.formats.deltas.encoding import Encoder, check_size, decode, fold, new_hasher
 from tests.operations.llamas import llama
 from tests.servers.servers import Server
 
@@ -545,6 +545,14 @@ def test_a_change_is_applied_to_any_range(
     assert encoder.num_changed == int((new != old).sum())
     assert checksum == xxhash.xxh3_128(new.tobytes()).hexdigest()
     change = decode(frame + rest, encoding, nbytes, "it")
+    second = np.where(rng.random(nbytes) < part, rng.integers(0, 256, nbytes, np.uint8), new)
+    encoder = Encoder(encoding, nbytes, new_hasher("adler32"))
+    frame_two = encoder.add(second, new.copy()) + encoder.finish()[0]
+    both = fold(change, decode(frame_two, encoding, nbytes, "it"))
+    assert both is not None
+    found = old.copy()
+    both.apply(found, 0)
+    assert np.array_equal(found, second)
     for one, two in [*ranges, (0.0, 1.0)]:
         low, high = sorted((int(one * nbytes), int(two * nbytes)))
         found = old[low:high].copy()

@@ -27,14 +27,15 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import MANIFEST, note_of
-from ckpt_tools.formats.deltas.encoding import Patch, check_frame, decode, new_hasher
+from ckpt_tools.formats.deltas.encoding import Patch, check_frame, decode, fold, new_hasher
 from ckpt_tools.formats.deltas.layout import DeltaIndex, index_text, read_delta_index, version_name
 from ckpt_tools.storage import Capabilities, Store, Writer, read
 from ckpt_tools.storage.base import StoreDefaults
 from ckpt_tools.storage.memory import MemoryStore
 
 _PIECE_BYTES = 2 << 20
-_KEPT_BYTES = 64 << 20  # of decoded changes, beside the one in use
+_KEPT_BYTES = 64 << 20  # of decoded changes
+_KEPT_TENSORS = 4  # whatever their bytes: threads may be at several tensors
 
 
 class Layer(NamedTuple):
@@ -261,10 +262,8 @@ class PatchedStore(StoreDefaults):
                 break
             low, high = max(start, tensor.start), min(end, tensor.start + tensor.nbytes)
             if low < high:
-                for frame in tensor.frames:
-                    self._decoded.get(tensor, frame).apply(
-                        data[low - start : high - start], low - tensor.start
-                    )
+                for patch in self._decoded.get(tensor):
+                    patch.apply(data[low - start : high - start], low - tensor.start)
 
     def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
         self._base.will_read((r for r in ranges if self._of(r[0]) is self._base), is_all)
@@ -332,33 +331,32 @@ def damaged_frames(store: Store, index: DeltaIndex, jobs: int) -> dict[str, str]
 
 
 class _Decoded:
-    """The decoded changes that are in use. Each is decoded once, however many threads want it."""
+    """The decoded changes of tensors in use. Each is decoded once, however many threads want it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found: OrderedDict[tuple[str, int], Patch] = OrderedDict()
-        self._busy: dict[tuple[str, int], threading.Lock] = {}
+        self._found: OrderedDict[str, Sequence[Patch]] = OrderedDict()
+        self._busy: dict[str, threading.Lock] = {}
 
-    def get(self, tensor: ChangedTensor, frame: Frame) -> Patch:
-        """Returns a change, from memory if it is there."""
-        key = tensor.fqn, frame.layer.about.number
+    def get(self, tensor: ChangedTensor) -> Sequence[Patch]:
+        """Returns the changes of a tensor, in order; those of one encoding are one patch."""
         with self._lock:
-            if (change := self._found.get(key)) is not None:
-                self._found.move_to_end(key)
-                return change
-            busy = self._busy.setdefault(key, threading.Lock())
+            if (patches := self._found.get(tensor.fqn)) is not None:
+                self._found.move_to_end(tensor.fqn)
+                return patches
+            busy = self._busy.setdefault(tensor.fqn, threading.Lock())
         with busy:
             with self._lock:
-                change = self._found.get(key)
-            if change is None:
-                change = _decode(tensor, frame)
+                patches = self._found.get(tensor.fqn)
+            if patches is None:
+                patches = _decode(tensor)
             with self._lock:
-                self._found[key] = change
-                self._busy.pop(key, None)
-                nbytes = sum(c.nbytes for c in self._found.values())
-                while nbytes > _KEPT_BYTES and len(self._found) > 1:
-                    nbytes -= self._found.popitem(last=False)[1].nbytes
-        return change
+                self._found[tensor.fqn] = patches
+                self._busy.pop(tensor.fqn, None)
+                nbytes = sum(p.nbytes for found in self._found.values() for p in found)
+                while nbytes > _KEPT_BYTES and len(self._found) > _KEPT_TENSORS:
+                    nbytes -= sum(p.nbytes for p in self._found.popitem(last=False)[1])
+        return patches
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -366,11 +364,14 @@ class _Decoded:
             self._found.clear()
 
 
-def _decode(tensor: ChangedTensor, frame: Frame) -> Patch:
-    about, store = frame.layer
-    what = f"{printable(tensor.fqn)!r} in {printable(store.url)}"
-    data = read(store, frame.file, frame.start, frame.nbytes)
-    return decode(data, about.encoding, tensor.nbytes, what)
+def _decode(tensor: ChangedTensor) -> Sequence[Patch]:
+    patches: list[Patch] = []
+    for (about, store), file, start, nbytes, _ in tensor.frames:
+        what = f"{printable(tensor.fqn)!r} in {printable(store.url)}"
+        patch = decode(read(store, file, start, nbytes), about.encoding, tensor.nbytes, what)
+        both = fold(patches[-1], patch) if patches else None
+        patches = [*patches, patch] if both is None else [*patches[:-1], both]
+    return patches
 
 
 def wrong_tensors(store: PatchedStore, jobs: int) -> list[str]:

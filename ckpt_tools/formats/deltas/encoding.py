@@ -9,7 +9,7 @@ Source of the layout: slime at 624b824, `docs/en/advanced/delta-weight-sync.md`.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +29,8 @@ _DENSE = 3  # a block of which a third of the words changed is kept as it is
 _WORD = 8
 
 Array = npt.NDArray[Any]
+# a block of an exclusive-or: all bytes; the numbers and values of words that are not zero; nothing
+_Packed = Bytes | tuple[Array, Array] | None
 
 
 class Hasher(Protocol):
@@ -157,7 +159,7 @@ def decode(frame: bytes, encoding: str, nbytes: int, what: str) -> Patch:
             frame
         ) as reader:
             if encoding == XOR:
-                return _Xor(_blocks(reader, nbytes, what))
+                return _Xor(map(_packed, _blocks(reader, nbytes, what)))
             return _read_overwrite(reader, nbytes, what)
     except zstandard.ZstdError as error:
         raise _damaged(what, printable(str(error))) from error
@@ -206,29 +208,41 @@ def _exactly(reader: Any, nbytes: int, what: str) -> Bytes:
     return _fill(reader, np.empty(nbytes, np.uint8), what)
 
 
-class _Xor:
-    """The exclusive-or of a tensor's new and old bytes: by block, the words that are not zero."""
+def fold(first: Patch, second: Patch) -> Patch | None:
+    """Returns one patch that does what two do, one after the other; None for two encodings."""
+    if isinstance(first, _Xor) and isinstance(second, _Xor):
+        return _Xor(map(_joined_blocks, first.blocks, second.blocks))
+    if isinstance(first, _Overwrite) and isinstance(second, _Overwrite):
+        positions = np.concatenate((first.positions, second.positions))
+        values = np.concatenate((first.values, second.values))
+        order = np.argsort(positions, kind="stable")  # of equal ones, the later change is last
+        positions, values = positions[order], values[order]
+        is_last = np.ones(len(positions), bool)
+        is_last[:-1] = positions[1:] != positions[:-1]
+        return _Overwrite(positions[is_last], values[is_last])
+    return None
 
-    def __init__(self, blocks: Iterator[Bytes]) -> None:
-        self._blocks = [_packed(block) for block in blocks]
+
+class _Xor:
+    """The exclusive-or of a tensor's new and old bytes, by block."""
+
+    def __init__(self, blocks: Iterable[_Packed]) -> None:
+        self.blocks = list(blocks)
         self.nbytes = sum(
             0 if b is None else b.nbytes if isinstance(b, np.ndarray) else b[0].nbytes + b[1].nbytes
-            for b in self._blocks
+            for b in self.blocks
         )
 
     def apply(self, data: Bytes, start: int) -> None:
         end = start + len(data)
         for number in range(start // _BLOCK_BYTES, -(-end // _BLOCK_BYTES)):
-            block, base = self._blocks[number], number * _BLOCK_BYTES
+            block, base = self.blocks[number], number * _BLOCK_BYTES
             low, high = max(start, base), min(end, base + _BLOCK_BYTES)
             part = data[low - start : high - start]
             if isinstance(block, np.ndarray):
                 np.bitwise_xor(part, block[low - base : high - base], part)
             elif block is not None:
                 _xor_words(part, low - base, *block)
-
-
-_Packed = Bytes | tuple[Array, Array] | None
 
 
 def _packed(block: Bytes) -> _Packed:
@@ -244,6 +258,26 @@ def _packed(block: Bytes) -> _Packed:
     if len(where) * _DENSE > len(words):
         return block.copy()
     return where.astype(np.uint32), words[where]
+
+
+def _joined_blocks(a: _Packed, b: _Packed) -> _Packed:
+    if a is None or b is None:
+        return b if a is None else a
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        dense, other = (a, b) if isinstance(a, np.ndarray) else (b, a)
+        assert isinstance(dense, np.ndarray)
+        if isinstance(other, np.ndarray):
+            return np.bitwise_xor(dense, other)
+        found = dense.copy()
+        _xor_words(found, 0, *other)
+        return found
+    where, words = np.concatenate((a[0], b[0])), np.concatenate((a[1], b[1]))
+    order = np.argsort(where, kind="stable")
+    where, words = where[order], words[order]
+    first = np.flatnonzero(np.append(True, where[1:] != where[:-1]))
+    words = np.bitwise_xor.reduceat(words, first)
+    kept = words != 0
+    return where[first][kept], words[kept]
 
 
 def _xor_words(part: Bytes, start: int, where: Array, words: Array) -> None:
@@ -265,13 +299,15 @@ def _xor_words(part: Bytes, start: int, where: Array, words: Array) -> None:
 
 
 class _Overwrite:
+    """The positions of a tensor's changed bytes, which ascend, and their new values."""
+
     def __init__(self, positions: Array, values: Bytes) -> None:
-        self._positions, self._values = positions, values
+        self.positions, self.values = positions, values
         self.nbytes = positions.nbytes + values.nbytes
 
     def apply(self, data: Bytes, start: int) -> None:
-        low, high = np.searchsorted(self._positions, (start, start + len(data)))
-        data[self._positions[low:high].astype(np.int64) - start] = self._values[low:high]
+        low, high = np.searchsorted(self.positions, (start, start + len(data)))
+        data[self.positions[low:high].astype(np.int64) - start] = self.values[low:high]
 
 
 def _read_overwrite(reader: Any, nbytes: int, what: str) -> _Overwrite:
