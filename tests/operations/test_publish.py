@@ -545,6 +545,11 @@ def test_a_change_is_applied_to_any_range(
     assert encoder.num_changed == int((new != old).sum())
     assert checksum == xxhash.xxh3_128(new.tobytes()).hexdigest()
     change = decode(frame + rest, encoding, nbytes, "it")
+    changes = {}
+    for one, two in [*ranges, (0.0, 1.0)]:
+        low, high = sorted((int(one * nbytes), int(two * nbytes)))
+        changes[low, high] = old[low:high].copy()
+        change.apply(changes[low, high], low)
     second = np.where(rng.random(nbytes) < part, rng.integers(0, 256, nbytes, np.uint8), new)
     encoder = Encoder(encoding, nbytes, new_hasher("adler32"))
     frame_two = encoder.add(second, new.copy()) + encoder.finish()[0]
@@ -553,10 +558,7 @@ def test_a_change_is_applied_to_any_range(
     found = old.copy()
     both.apply(found, 0)
     assert np.array_equal(found, second)
-    for one, two in [*ranges, (0.0, 1.0)]:
-        low, high = sorted((int(one * nbytes), int(two * nbytes)))
-        found = old[low:high].copy()
-        change.apply(found, low)
+    for (low, high), found in changes.items():
         assert np.array_equal(found, new[low:high])
     for wrong in (nbytes - 1, nbytes + 1):
         if encoding == "xor":

@@ -209,7 +209,10 @@ def _exactly(reader: Any, nbytes: int, what: str) -> Bytes:
 
 
 def fold(first: Patch, second: Patch) -> Patch | None:
-    """Returns one patch that does what two do, one after the other; None for two encodings."""
+    """Returns one patch that does what two do, one after the other; None for two encodings.
+
+    It may use the memory of both.
+    """
     if isinstance(first, _Xor) and isinstance(second, _Xor):
         return _Xor(map(_joined_blocks, first.blocks, second.blocks))
     if isinstance(first, _Overwrite) and isinstance(second, _Overwrite):
@@ -261,23 +264,23 @@ def _packed(block: Bytes) -> _Packed:
 
 
 def _joined_blocks(a: _Packed, b: _Packed) -> _Packed:
+    """Returns the exclusive-or of two blocks. It may use their memory."""
     if a is None or b is None:
         return b if a is None else a
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        dense, other = (a, b) if isinstance(a, np.ndarray) else (b, a)
-        assert isinstance(dense, np.ndarray)
-        if isinstance(other, np.ndarray):
-            return np.bitwise_xor(dense, other)
-        found = dense.copy()
-        _xor_words(found, 0, *other)
-        return found
-    where, words = np.concatenate((a[0], b[0])), np.concatenate((a[1], b[1]))
-    order = np.argsort(where, kind="stable")
-    where, words = where[order], words[order]
-    first = np.flatnonzero(np.append(True, where[1:] != where[:-1]))
-    words = np.bitwise_xor.reduceat(words, first)
-    kept = words != 0
-    return where[first][kept], words[kept]
+    if isinstance(a, np.ndarray):
+        if isinstance(b, np.ndarray):
+            return np.bitwise_xor(a, b, out=a)
+        _xor_words(a, 0, *b)
+        return a
+    if isinstance(b, np.ndarray):
+        _xor_words(b, 0, *a)
+        return b
+    last = int(max(a[0][-1], b[0][-1]))
+    words = np.zeros(last + 1, np.uint64)
+    for where, values in (a, b):
+        words[where] ^= values
+    where = np.flatnonzero(words)
+    return (where.astype(np.uint32), words[where]) if len(where) else None
 
 
 def _xor_words(part: Bytes, start: int, where: Array, words: Array) -> None:
