@@ -30,6 +30,7 @@ from ckpt_tools.operations.convert.convert import convert_source, prepare
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.convert.options import Conversion, check_request
 from ckpt_tools.publish.delta import DeltaCounts, DeltaDestination
+from ckpt_tools.publish.manifest import SealedTensor
 from ckpt_tools.publish.sealed_source import open_sealed
 from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage import is_url, local_path, read
@@ -122,7 +123,7 @@ def publish_version(src: Path_, root: Path_, **how: Unpack[Publication]) -> Publ
     last, base = (numbers[-1] if numbers else 0), how.get("base")
     number, to = last + 1, f"{url}/{version_name(last + 1)}"
     before = f"{url}/{version_name(last)}" if last else base
-    old = None if before is None else open_sealed(before, options)[0]
+    old, sealed = (None, None) if before is None else open_sealed(before, options)
     try:
         conversion = _conversion(how, src, old, to)
         source, _ = open_sealed(src, options, lay_beside(how.get("shapes")))
@@ -132,7 +133,8 @@ def publish_version(src: Path_, root: Path_, **how: Unpack[Publication]) -> Publ
             about = {"version": number}
             result = convert_source(source, to, "hf", conversion, "publish", about=about)
             return _result_of(result, number, None, None, began)
-        return _publish_delta(source, old, to, number, how, conversion, began)
+        was = {} if sealed is None else sealed.tensors
+        return _publish_delta(source, old, was, to, number, how, conversion, began)
     finally:
         if old is not None:
             old.store.close()
@@ -180,6 +182,7 @@ def _complete_url(old: Source | None) -> str:
 def _publish_delta(
     source: Source,
     old: Source,
+    sealed: Mapping[str, SealedTensor],
     to: str,
     number: int,
     how: Publication,
@@ -202,10 +205,12 @@ def _publish_delta(
         {},
         said,
     )
-    place = DeltaDestination(request.dst, old.store, old.catalog, index)
+    place, form = DeltaDestination(request.dst, old, sealed, index), _AsBefore(old)
     layout = replace(request.layout, files={}, aliases={})
-    form = cast(Format, _AsBefore(old))
-    result = transfer(replace(request, dst=place, format=form, layout=layout))
+    result = transfer(replace(request, dst=place, format=cast(Format, form), layout=layout))
+    if form.unsealed:
+        names = printable(", ".join(form.unsealed[:_SHOWN]))
+        parts.notes.append(f"too long to be sealed with a delta: {names}")
     result = replace(result, notes=(*result.notes, *parts.notes))
     return _result_of(result, number, number - 1, place.counts, began)
 

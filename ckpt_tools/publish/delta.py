@@ -18,15 +18,17 @@ from typing import IO
 
 import numpy as np
 
-from ckpt_tools.core.catalog import Catalog
+from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.core.plan import Literal
 from ckpt_tools.engine.kernels import Bytes
 from ckpt_tools.engine.sinks import empty_bytes
-from ckpt_tools.errors import PlanError, StorageError, printable
+from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable
 from ckpt_tools.formats.deltas.encoding import Encoder, check_size, new_hasher
 from ckpt_tools.formats.deltas.layout import DeltaIndex
+from ckpt_tools.formats.registry import Source
 from ckpt_tools.formats.safetensors import INDEX
 from ckpt_tools.publish.base import Attempt, Destination
+from ckpt_tools.publish.manifest import SealedTensor
 from ckpt_tools.storage import Capabilities, Store, WritableStore, Writer
 
 _FILE = "model-00001-of-00001.safetensors"
@@ -56,19 +58,26 @@ class DeltaCounts:
 class DeltaDestination(Destination):
     """A place for a delta. Those who write here write the files of the complete version."""
 
-    def __init__(self, inner: Destination, before: Store, catalog: Catalog, index: DeltaIndex):
+    def __init__(
+        self,
+        inner: Destination,
+        before: Source,
+        sealed: Mapping[str, SealedTensor],
+        index: DeltaIndex,
+    ):
         """Takes the version before.
 
         Args:
             inner: where the delta is published.
-            before: the files of the version before.
-            catalog: its tensors, each in one place.
+            before: the version before, with each tensor in one place.
+            sealed: its tensors as its manifest has them, to compare the old bytes with.
             index: what the index will say; its `weight_map` is ignored.
         """
-        self._inner, self._before, self._catalog, self._index = inner, before, catalog, index
+        self._inner, self._before, self._index = inner, before, index
+        self._sealed = {name: int(tensor.fingerprint, 16) for name, tensor in sealed.items()}
         self.url = inner.url
         self.counts = DeltaCounts()
-        for name, entry in catalog.tensors.items():
+        for name, entry in before.catalog.tensors.items():
             check_size(index.encoding, name, entry.nbytes)
         new_hasher(index.checksum)  # its package is there
 
@@ -96,7 +105,7 @@ class DeltaDestination(Destination):
 
     @contextmanager
     def _staged(self, staged: AbstractContextManager[Attempt]) -> Iterator[Attempt]:
-        with staged as attempt, _Encoders(self._before, self._catalog, self._index) as encoders:
+        with staged as attempt, _Encoders(self._before, self._sealed, self._index) as encoders:
             yield _DeltaAttempt(attempt, self, encoders, self._index)
 
     def stage(
@@ -223,7 +232,7 @@ class _Tensor:
         self.changed = threading.Condition()
         self.is_busy = False
         self.waiting: dict[int, bytes] = {}
-        self.waiting_nbytes = 0
+        self.waiting_nbytes = self.old_crc64 = 0
         self.frame = tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES, prefix="ckpt-")  # noqa: SIM115  # closed by `_done`
         self.encoder = Encoder(index.encoding, nbytes, new_hasher(index.checksum))
 
@@ -233,8 +242,9 @@ class _Encoders:
 
     capabilities = Capabilities(can_write_anywhere=True)
 
-    def __init__(self, before: Store, catalog: Catalog, index: DeltaIndex) -> None:
-        self._before, self._index = before, index
+    def __init__(self, before: Source, sealed: Mapping[str, int], index: DeltaIndex) -> None:
+        self._before, self._sealed, self._index = before, sealed, index
+        catalog = before.catalog
         self._frames, self._lock, self._own = _Frames(), threading.Lock(), threading.local()
         self.counts = DeltaCounts()
         self._work: dict[str, _Tensor] = {}
@@ -320,7 +330,8 @@ class _Encoders:
     def _encode(self, file: str, tensor: _Tensor, data: memoryview | bytes) -> None:
         new = np.frombuffer(data, np.uint8)
         old = self._room(len(new))
-        self._before.read_into(file, tensor.start + tensor.encoder.at, old.data)
+        self._before.store.read_into(file, tensor.start + tensor.encoder.at, old.data)
+        tensor.old_crc64 = crc64nvme(old.data, tensor.old_crc64)
         tensor.frame.write(tensor.encoder.add(new, old))
 
     def _room(self, nbytes: int) -> Bytes:
@@ -331,6 +342,12 @@ class _Encoders:
         return found[:nbytes]
 
     def _done(self, tensor: _Tensor) -> None:
+        if self._sealed.get(tensor.name, tensor.old_crc64) != tensor.old_crc64:
+            raise IntegrityError(
+                f"a tensor of the version before is not what was sealed: {printable(tensor.name)!r}"
+                f" ({printable(self._before.path)})",
+                hint="restore it, or publish a complete version: --full",
+            )
         rest, checksum = tensor.encoder.finish()
         if number := tensor.encoder.num_changed:
             tensor.frame.write(rest)

@@ -366,6 +366,19 @@ def test_a_wrong_base_and_damage_are_named(publisher: Publisher) -> None:
     assert pull(publisher.root, local).version == 2
 
 
+def test_a_damaged_version_before_is_not_built_upon(publisher: Publisher) -> None:
+    publisher.publish()
+    local = publisher.folder / "local"
+    pull(publisher.root, local)
+    path = publisher.base / "model-00001-of-00002.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    there = sorted(os.listdir(publisher.root))
+    refused(IntegrityError, "version before is not what was sealed", "--full")(publisher.publish)
+    assert sorted(os.listdir(publisher.root)) == there
+
+
 def test_a_hole_and_a_renamed_version_are_refused(publisher: Publisher) -> None:
     for _ in range(3):
         publisher.publish()
