@@ -16,7 +16,7 @@ import click
 import typer
 import typer.core
 
-from ckpt_tools.cli.completion import DTYPES, dtypes
+from ckpt_tools.cli.completion import DTYPES, dtypes, maps
 from ckpt_tools.cli.help import write_verb
 from ckpt_tools.core.threads import MAX_THREADS, num_threads, ranks_on_host
 from ckpt_tools.errors import printable
@@ -233,6 +233,39 @@ KeepDtype = Annotated[
         "--keep-dtype",
         metavar="GLOB",
         help="Tensors that --dtype leaves as they are; repeatable.",
+        show_default=False,
+        rich_help_panel="More",
+    ),
+]
+Rename = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rename",
+        metavar="REGEX=NEW",
+        help="Rename parameters in the model and in optimizers; repeatable, applied in order.",
+        show_default=False,
+        rich_help_panel="More",
+    ),
+]
+KeyMap = Annotated[
+    str | None,
+    typer.Option(
+        "--map",
+        autocompletion=maps,
+        metavar="FILE|NAME",
+        help=(
+            "A key map: llama_titan_to_hf, llama_hf_to_titan, the same of qwen3 and"
+            " deepseek_v3, qkv_split, qkv_fuse, megatron_unstack, or a file of your own."
+        ),
+        show_default=False,
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=N",
+        help="A number that the key map needs, such as heads=32; repeatable.",
         show_default=False,
         rich_help_panel="More",
     ),

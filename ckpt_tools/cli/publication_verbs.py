@@ -12,9 +12,13 @@ from ckpt_tools.cli.options import (
     OUTPUT,
     SOURCE,
     KeepDtype,
+    KeyMap,
+    Rename,
+    Settings,
     Shared,
     Source,
     dtype_option,
+    parse_counts,
     shares,
 )
 from ckpt_tools.cli.render import count, format_size
@@ -69,6 +73,9 @@ def publish(
         dtype_option("Cast the model's floating-point tensors. Nothing is cast unless asked."),
     ] = None,
     keep_dtype: KeepDtype = None,
+    rename: Rename = None,
+    key_map: KeyMap = None,
+    settings: Settings = None,
     encoding: Annotated[
         str | None,
         typer.Option(
@@ -115,6 +122,9 @@ def publish(
         full_every=full_every,
         dtype=dtype,
         keep_dtype=keep_dtype or (),
+        rename=rename or (),
+        key_map=key_map,
+        settings=parse_counts(settings),
         encoding=encoding,
         checksum=checksum,
         partial=partial,
@@ -170,7 +180,10 @@ def pull(
         ),
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Pull each new version until interrupted.")
+        bool,
+        typer.Option(
+            "--follow", help="Look every 2 seconds, and pull each new version until interrupted."
+        ),
     ] = False,
     hook: Annotated[
         str | None,
@@ -178,8 +191,9 @@ def pull(
             "--hook",
             metavar="COMMAND|URL",
             help=(
-                "Run a command after each version, with CKPT_VERSION and CKPT_PATH; or post JSON"
-                " to a URL, as SGLang's /update_weights_from_disk takes it."
+                "After each version, run a shell command with CKPT_VERSION and CKPT_PATH; or post"
+                " JSON to a URL, as SGLang's /update_weights_from_disk takes it. One that failed"
+                " runs again at the next pull."
             ),
             show_default=False,
         ),
@@ -191,7 +205,8 @@ def pull(
 
     Several deltas are applied in one pass, from the local version or from the nearest complete
     one. Every byte is compared with the published checksums before the new directory takes the
-    place of the old one, at one instant. Readers that have opened the old files keep them.
+    place of the old one, at one instant. Readers that have opened the old files keep them. LOCAL
+    is a new directory, or an earlier pull.
     """
     from ckpt_tools.operations.pull import pull as operation
 
@@ -220,7 +235,7 @@ def pull(
             last, told = result.version, ""
         except CheckpointError as error:  # a later version may come through
             if str(error) != told:
-                print(f"ckpt: {error}; waiting for the next version", file=sys.stderr)
+                print(f"ckpt: {error}; trying again every {_POLL_S:g} s", file=sys.stderr)
             told = str(error)
         time.sleep(_POLL_S)
 

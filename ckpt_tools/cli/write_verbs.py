@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt_tools.cli.completion import layouts, maps
+from ckpt_tools.cli.completion import layouts
 from ckpt_tools.cli.options import (
     OUTPUT,
     SOURCE,
@@ -16,7 +16,10 @@ from ckpt_tools.cli.options import (
     Exclude,
     HfShardSize,
     KeepDtype,
+    KeyMap,
+    Rename,
     Select,
+    Settings,
     Shared,
     Source,
     dtype_option,
@@ -233,39 +236,9 @@ def convert(
             rich_help_panel="Select",
         ),
     ] = None,
-    rename: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--rename",
-            metavar="REGEX=NEW",
-            help="Rename parameters in the model and in optimizers; repeatable, applied in order.",
-            show_default=False,
-            rich_help_panel="More",
-        ),
-    ] = None,
-    key_map: Annotated[
-        str | None,
-        typer.Option(
-            "--map",
-            autocompletion=maps,
-            metavar="FILE|NAME",
-            help=(
-                "A key map: llama_titan_to_hf, llama_hf_to_titan, the same of qwen3 and"
-                " deepseek_v3, qkv_split, qkv_fuse, megatron_unstack, or a file of your own."
-            ),
-            show_default=False,
-        ),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME=N",
-            help="A number that the key map needs, such as heads=32; repeatable.",
-            show_default=False,
-            rich_help_panel="More",
-        ),
-    ] = None,
+    rename: Rename = None,
+    key_map: KeyMap = None,
+    settings: Settings = None,
     partial: Annotated[
         bool,
         typer.Option(

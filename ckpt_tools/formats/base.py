@@ -219,11 +219,11 @@ LOCK = ".ckpt.lock"  # Names the process that writes to a run or to a prefix of 
 # Prefix for a file or folder that is moved aside while another one takes its place.
 ASIDE = ".aside."
 # The notes of an attempt beside its data: the result's manifest, the uploads it has begun, and the
-# files that the host of the job has added.
-MANIFEST, UPLOADS, HOST = "manifest", "uploads", "host"
+# files that the host of the job has added. In a pulled model: what was pulled; that the hook ran.
+MANIFEST, UPLOADS, HOST, PULLED, TOLD = "manifest", "uploads", "host", "pulled", "told"
 _MAX_NAME_BYTES = 200
 _NOTE = re.compile(
-    rf"(?:(.+)\.)?ckpt\.(manifest|uploads|attempt|host)\.{SHORT_ID}\.json", re.DOTALL
+    rf"(?:(.+)\.)?ckpt\.(manifest|uploads|attempt|host|pulled|told)\.{SHORT_ID}\.json", re.DOTALL
 )
 
 

@@ -220,7 +220,7 @@ def open_version(
     url: str,
     options: Mapping[str, Any] | None,
     base: str,
-    is_reached: Callable[[int, Store], Store | None],
+    is_reached: Callable[[int, Store], Store | None] | None,
 ) -> Source:
     """Opens a version of a publication; the arguments are those of `open_source` and `find_chain`.
 
@@ -523,6 +523,8 @@ def _source(store: Store, form: Format) -> Source:
     try:
         with no_gc():  # an object per tensor, and none in a cycle
             catalog = read_again_if_wrong(store, lambda: sound_catalog(store, form))
+        if about := getattr(store, "about", ""):  # of a delta
+            catalog = replace(catalog, extras={**catalog.extras, "version": about})
     except (FormatError, CatalogError) as error:
         if found := look_alike(store):
             raise type(error)(str(found), hint=found.hint) from error

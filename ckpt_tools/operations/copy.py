@@ -488,7 +488,8 @@ class _CopyJob:
                 attempt,
                 self.single,
                 self.replaces,
-                kept_glob="*" if self.crcs and not self.single else "",
+                # what is replaced lies there for a moment, and must not stay
+                kept_glob="*" if self.crcs and not self.single and not self.replaces else "",
             ) as staged,
         ):
             crcs = {self.name(name): crc for name, crc in self.crcs.items()}

@@ -215,6 +215,8 @@ def _opened(name: str, kind: str, nbytes: int | None, opener: Any) -> Entry:
     catalog = source.catalog
     ranks = f", written by {_count(catalog.world_size, 'rank')}" if catalog.world_size else ""
     about = f"{_count(len(catalog.tensors), 'tensor')}{ranks}"
+    if version := catalog.extras.get("version"):
+        about += f"; version {version}"
     return Entry(name, catalog.format, nbytes, about, True)
 
 

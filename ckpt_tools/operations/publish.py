@@ -6,12 +6,15 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Unpack, cast
 
 from ckpt_tools.core.box import whole
 from ckpt_tools.core.plan import Literal, Slot, Target
-from ckpt_tools.errors import PlanError, printable, redacted
+from ckpt_tools.errors import CheckpointError, NotACheckpointError, PlanError, printable, redacted
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Format, Request, is_note
 from ckpt_tools.formats.deltas.chain import as_patched
@@ -24,30 +27,38 @@ from ckpt_tools.formats.deltas.layout import (
     index_text,
     version_name,
 )
-from ckpt_tools.formats.registry import Source, versions_in
+from ckpt_tools.formats.registry import (
+    Source,
+    open_folder,
+    open_source,
+    open_version,
+    versions_in,
+)
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.convert import convert_source, prepare
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.convert.options import Conversion, check_request
 from ckpt_tools.publish.delta import DeltaCounts, DeltaDestination
 from ckpt_tools.publish.manifest import SealedTensor
-from ckpt_tools.publish.sealed_source import open_sealed
+from ckpt_tools.publish.sealed_source import checked_manifest, open_sealed
 from ckpt_tools.ranks.base import ALONE
-from ckpt_tools.storage import is_url, local_path, read
-from ckpt_tools.transfer.options import Options, Path_
+from ckpt_tools.storage import Store, is_url, local_path, read
+from ckpt_tools.transfer.options import Path_, Reading
 from ckpt_tools.transfer.result import TransferResult
 from ckpt_tools.transfer.transfer import transfer
 
+_CONFIG = "config.json"
 _MAX_BESIDE_BYTES = 64 << 20  # longer files beside the model are not sealed with a delta
 _SHOWN = 5
 
 
-class Publication(Options, total=False):
+class Publication(Reading, total=False):
     """How to publish.
 
     Attributes:
         base: the directory of the model's config and tokenizer. If nothing is published yet, it is
             version 0, which the engines have, and the first version is a delta.
+        dry_run: only plan, and write nothing.
         full: publish a complete version.
         full_every: publish a complete version after so many deltas.
         encoding: of a delta: one of `ENCODINGS`, "xor" if absent.
@@ -56,6 +67,7 @@ class Publication(Options, total=False):
     """
 
     base: Path_ | None
+    dry_run: bool
     full: bool
     full_every: int | None
     encoding: str | None
@@ -119,25 +131,51 @@ def publish_version(src: Path_, root: Path_, **how: Unpack[Publication]) -> Publ
     _check(how)
     url = local_path(root).rstrip("/")
     options = how.get("storage_options")
+    _refuse_model(url, options)
     numbers = versions_in(url, options)
     last, base = (numbers[-1] if numbers else 0), how.get("base")
     number, to = last + 1, f"{url}/{version_name(last + 1)}"
-    before = f"{url}/{version_name(last)}" if last else base
-    old, sealed = (None, None) if before is None else open_sealed(before, options)
+    is_full, old = bool(how.get("full")), None
     try:
-        conversion = _conversion(how, src, old, to)
+        old = _open_before(url, last, base, options)
+    except CheckpointError:  # a complete version needs none below it
+        if not is_full:
+            raise
+    with ExitStack() as stack:
+        if old is not None:
+            stack.callback(old.store.close)
+        sealed = None if old is None else checked_manifest(old)
+        conversion = _conversion(how, src, old, to, stack)
         source, _ = open_sealed(src, options, lay_beside(how.get("shapes")))
         check_needed(how.get("shapes"), source.catalog)
-        is_due = how.get("full") or _num_deltas(old) >= (how.get("full_every") or math.inf)
+        is_due = is_full or _num_deltas(old) >= (how.get("full_every") or math.inf)
         if is_due or old is None:
             about = {"version": number}
             result = convert_source(source, to, "hf", conversion, "publish", about=about)
             return _result_of(result, number, None, None, began)
         was = {} if sealed is None else sealed.tensors
         return _publish_delta(source, old, was, to, number, how, conversion, began)
-    finally:
-        if old is not None:
-            old.store.close()
+
+
+def _open_before(
+    url: str, last: int, base: Path_ | None, options: Mapping[str, Any] | None
+) -> Source | None:
+    """Opens the version before; None for none. `base` also tells where version 0 lies now."""
+    if last:
+        where = "" if base is None else local_path(base)
+        return open_version(f"{url}/{version_name(last)}", options, where, None)
+    return None if base is None else open_source(base, options)
+
+
+def _refuse_model(url: str, options: Mapping[str, Any] | None) -> None:
+    """Refuses a directory that is a checkpoint itself: versions would lie in a model."""
+    with suppress(NotACheckpointError):
+        folder = open_folder(url, options)
+        if safetensors.recognise(folder.list_files()):
+            raise PlanError(
+                f"versions are published to a directory of their own: {printable(url)} is a model",
+                hint="give another ROOT; the model's directory is for --base",
+            )
 
 
 def _check(how: Publication) -> None:
@@ -146,20 +184,25 @@ def _check(how: Publication) -> None:
             raise PlanError(
                 f"--{key}: expected one of {', '.join(known)}, got {printable(str(value))!r}"
             )
-    for key in ("overwrite", "resume"):
-        if how.get(key):
-            raise PlanError(f"--{key} is not for versions: each is written once, as a whole")
     if (how.get("group") or ALONE).size > 1:
         raise PlanError("one process publishes a version", hint="run it without torchrun")
 
 
-def _conversion(how: Publication, src: Path_, old: Source | None, to: str) -> Conversion:
-    """Returns how the model is converted. The config comes from `base`, or from a version."""
+def _conversion(
+    how: Publication, src: Path_, old: Source | None, to: str, stack: ExitStack
+) -> Conversion:
+    """Returns how the model is converted. The config comes from `base`, a version, or the source.
+
+    `stack` removes the copies of small files that come from a bucket.
+    """
     given = {k: v for k, v in how.items() if k in Conversion.__annotations__ and v is not None}
-    if how.get("base") is None:
-        places = [p for p in (_complete_url(old), local_path(src)) if p and not is_url(p)]
-        config = next((p for p in places if os.path.isfile(f"{p}/config.json")), None)
-        given |= {"base": config} if config else {}
+    base, options = how.get("base"), how.get("storage_options")
+    if base is None:
+        with suppress(CheckpointError):
+            folder = old.folder if old is not None else open_folder(local_path(src), options)
+            given |= {"base": _local(folder, stack)} if _CONFIG in folder.list_files() else {}
+    elif is_url(local_path(base)):
+        given["base"] = _local(open_folder(local_path(base), options), stack)
     found = cast(Conversion, given)
     check_request("hf", to, found)
     return found
@@ -171,12 +214,17 @@ def _num_deltas(old: Source | None) -> int:
     return 0 if patched is None else len(patched.layers)
 
 
-def _complete_url(old: Source | None) -> str:
-    """Returns where the complete version lies on which a version builds; "" for no version."""
-    if old is None:
-        return ""
-    patched = as_patched(old.folder)
-    return old.folder.url if patched is None else patched.complete_url
+def _local(folder: Store, stack: ExitStack) -> str:
+    """Returns a local directory with the files of a model beside its weights."""
+    patched = as_patched(folder)
+    url = folder.url if patched is None else patched.complete_url
+    if not is_url(url):
+        return url
+    there = stack.enter_context(TemporaryDirectory(prefix="ckpt-"))
+    for name, nbytes in folder.list_files().items():
+        if nbytes <= _MAX_BESIDE_BYTES and not name.endswith((safetensors.SUFFIX, ".index.json")):
+            (Path(there) / name).write_bytes(read(folder, name))
+    return there
 
 
 def _publish_delta(
@@ -282,7 +330,7 @@ def _compare(layout: Request, old: Source) -> None:
     ]
     shown = "\n".join(f"  {line}" for line in sorted(problems)[:_SHOWN])
     more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    hint = "publish a complete version: --full"
+    hint = "give the model's config with --base DIR; or publish a complete version: --full"
     if len(types) == 1 and new.keys() == was.keys():
         hint = f"--dtype {types.pop()[1]} writes the type of the version before; or --full"
     raise PlanError(

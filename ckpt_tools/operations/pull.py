@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Unpack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Unpack
 
+from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.errors import (
+    CatalogError,
     CheckpointError,
+    FormatError,
     IntegrityError,
     NotACheckpointError,
     PlanError,
@@ -23,34 +26,40 @@ from ckpt_tools.errors import (
     printable,
     redacted,
 )
+from ckpt_tools.formats.base import PULLED, TOLD, attempt_for, new_attempt, note_name, note_of
 from ckpt_tools.formats.deltas.chain import PatchedStore, as_patched, wrong_tensors
 from ckpt_tools.formats.deltas.layout import version_name
 from ckpt_tools.formats.registry import Source, open_version, versions_in
+from ckpt_tools.formats.safetensors import SUFFIX
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.copy import copy_opened
-from ckpt_tools.publish.destinations import open_destination
+from ckpt_tools.publish.disk.destination import LocalDestination
 from ckpt_tools.publish.find_manifest import find_manifest, manifest_of
-from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.ranks.base import ALONE
-from ckpt_tools.storage import LocalStore, Store, is_url, local_path
-from ckpt_tools.transfer.options import Options, Path_
+from ckpt_tools.storage import LocalStore, Overlay, Store, is_url, local_path, read
+from ckpt_tools.storage.small_files import parse_json
+from ckpt_tools.transfer.options import Options, Path_, Reading
 
 _HOOK_TIMEOUT_S = 3600.0
 _SHOWN = 5
+_SHORT_BYTES = 64 << 20
 
 
-class Pulling(Options, total=False):
+class Pulling(Reading, total=False):
     """How to pull.
 
     Attributes:
         version: the number of the version; the newest if absent.
         base: the directory of version 0, if it is not where the publisher had it.
-        hook: what to do after a version has arrived: a command, or the URL of an engine.
+        hook: what to do once a version has arrived: a command for the shell, or the URL of an
+            engine. It runs again at the next pull if it has failed.
+        dry_run: only plan, and write nothing.
     """
 
     version: int | None
     base: Path_ | None
     hook: str | None
+    dry_run: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +91,21 @@ class PullResult:
     is_dry_run: bool = False
 
 
+class _Pulled(NamedTuple):
+    """What the note of the last pull says: the version, its attempt, and the files.
+
+    A file has its bytes, and its CRC-64 if it is short.
+    """
+
+    version: int
+    attempt: str
+    files: Mapping[str, tuple[int, str]]
+
+    def render(self) -> bytes:
+        """Returns the note."""
+        return json.dumps(self._asdict(), indent=1).encode("ascii")
+
+
 @checked(Pulling)
 def pull(root: Path_, local: Path_, **how: Unpack[Pulling]) -> PullResult:
     """Brings a local directory to a version of a publication.
@@ -92,84 +116,93 @@ def pull(root: Path_, local: Path_, **how: Unpack[Pulling]) -> PullResult:
 
     Args:
         root: the directory of the versions; a path or a URL.
-        local: the directory of the model on this machine.
+        local: the directory of the model on this machine: an earlier pull, or a new directory.
         **how: see `Pulling`.
 
     Raises:
         PlanError: there is no such version.
         IntegrityError: a change or the model below it is not the published one.
+        StorageError: the local directory has files that no pull brought.
         CheckpointError: see the tree in `errors`. Then the local copy is as it was before.
     """
     began = time.monotonic()
     url, where = local_path(root).rstrip("/"), local_path(local).rstrip("/")
-    _check(how, where)
-    options, base = how.get("storage_options"), how.get("base")
-    number = _wanted(url, how.get("version"), options)
-    own = _own_manifest(where)
+    _check(how, url, where)
+    number = _wanted(url, how.get("version"), how.get("storage_options"))
+    own = _last_pull(Path(where))
+    if own is not None:
+        try:
+            return _pulled(url, where, number, own, how, began)
+        except (IntegrityError, FormatError, CatalogError) as error:
+            again = _pulled(url, where, number, None, how, began)
+            note = f"the local copy was not as it was pulled, and is written anew: {error}"
+            return replace(again, notes=(*again.notes, note))
+    return _pulled(url, where, number, None, how, began)
+
+
+def _pulled(
+    url: str, where: str, number: int, own: _Pulled | None, how: Pulling, began: float
+) -> PullResult:
+    """Pulls a version, from the local copy if `own` is given."""
 
     def reached(version: int, store: Store) -> Store | None:
-        del version
-        found = None if own is None else find_manifest(store)
-        return LocalStore(where) if own and found and found.attempt == own.attempt else None
+        if own is None or own.version != version:
+            return None
+        found = find_manifest(store)
+        return LocalStore(where) if own.attempt == (found.attempt if found else "") else None
 
+    base, options = how.get("base"), how.get("storage_options")
     version_url = f"{url}/{version_name(number)}"
     source = open_version(version_url, options, "" if base is None else local_path(base), reached)
     try:
-        if source.store.url == where and as_patched(source.folder) is None:
-            return _there(version_url, where, number, began)
-        return _pulled(source, where, number, how, began)
+        version, jobs = as_patched(source.folder), num_threads(how.get("jobs"))
+        if version is None and source.store.url == where:
+            return _tell(how, number, _there(version_url, where, number, began))
+        manifest = manifest_of(source.folder)
+        if version is not None and manifest is None:
+            _prove(version, jobs)
+        layers = () if version is None else version.layers
+        start = layers[0].about.base_number if layers else number
+        target = LocalDestination(Path(where), find_foreign=_not_pulled)
+        copying: Options = {k: v for k, v in how.items() if k in Options.__annotations__}  # type: ignore[assignment]
+        try:
+            noted = _with_note(source, number, manifest.attempt if manifest else "", version_url)
+            result = copy_opened(noted, target, copying, began, replaces=True)
+        except IntegrityError as error:
+            if version is None:
+                raise
+            _prove(version, jobs)
+            raise IntegrityError(
+                f"after the changes, a file is not the published one: {error}",
+                hint=f"is {version.complete_url} the version {start} that was published? Else give"
+                " it with --base",
+            ) from error
+        done = PullResult(
+            redacted(version_url),
+            where,
+            number,
+            start,
+            len(layers),
+            sum(result.files.values()),
+            tuple(result.notes),
+            time.monotonic() - began,
+            not result.is_dry_run and result.kept_nbytes == sum(result.files.values()),
+            result.is_dry_run,
+        )
+        return _tell(how, number, done)
     finally:
         source.store.close()
 
 
-def _pulled(source: Source, where: str, number: int, how: Pulling, began: float) -> PullResult:
-    version, jobs = as_patched(source.folder), num_threads(how.get("jobs"))
-    layers = () if version is None else version.layers
-    start = layers[0].about.base_number if layers else number
-    if version is not None and manifest_of(version) is None:
-        _prove(version, jobs)
-    copying: Options = {k: v for k, v in how.items() if k in Options.__annotations__}  # type: ignore[assignment]
-    target = open_destination(where, None)
-    try:
-        result = copy_opened(source, target, copying, began, replaces=True)
-    except IntegrityError as error:
-        if version is not None:
-            with suppress(StorageError):
-                _prove(version, jobs)
-            raise IntegrityError(
-                str(error.args[0]),
-                hint=f"is version {start} the one that was published? Else restore {source.path}",
-            ) from error
-        raise
-    if how.get("hook") and not result.is_dry_run:
-        run_hook(str(how["hook"]), number, where)
-    return PullResult(
-        redacted(source.path),
-        where,
-        number,
-        start,
-        len(layers),
-        sum(result.files.values()),
-        result.notes,
-        time.monotonic() - began,
-        is_there=not result.is_dry_run and result.kept_nbytes == sum(result.files.values()),
-        is_dry_run=result.is_dry_run,
-    )
-
-
-def _check(how: Pulling, where: str) -> None:
-    for key in ("overwrite", "resume"):
-        if how.get(key):
-            raise PlanError(f"--{key} is not for a pull, which always replaces and continues")
+def _check(how: Pulling, url: str, where: str) -> None:
     if is_url(where):
         raise PlanError(
             f"a pull writes to a disk, got {printable(where)}", hint="copy a version: ckpt copy"
         )
+    if not is_url(url) and os.path.realpath(os.path.dirname(where) or ".") == os.path.realpath(url):
+        raise PlanError(f"the local model would lie among the versions: {printable(where)}")
     if (how.get("group") or ALONE).size > 1:
         raise PlanError("one process of a machine pulls", hint="run it without torchrun")
-    version = how.get("version")
-    if version is not None and (isinstance(version, bool) or version < 1):
-        raise PlanError(f"--version: expected a number of at least 1, got {version!r}")
 
 
 def _wanted(url: str, version: int | None, options: Mapping[str, Any] | None) -> int:
@@ -182,22 +215,143 @@ def _wanted(url: str, version: int | None, options: Mapping[str, Any] | None) ->
         return numbers[-1]
     if version not in numbers:
         shown = ", ".join(map(str, numbers[-_SHOWN:]))
-        raise PlanError(f"there is no version {version} in {printable(url)}; the newest: {shown}")
+        raise PlanError(
+            f"there is no version {version} in {printable(url)}; the newest are {shown}"
+        )
     return version
 
 
-def _own_manifest(where: str) -> Manifest | None:
-    """Returns the manifest of the local copy; None if there is none, or it cannot be read."""
-    if not os.path.isdir(where):
+# ---- what the last pull left ---------------------------------------------------------------------
+
+
+def _with_note(source: Source, number: int, attempt: str, url: str) -> Source:
+    """Returns a version with the note of this pull beside its files."""
+    store = source.store
+    files = {
+        name: (nbytes, hex64(crc64nvme(read(store, name))) if nbytes <= _SHORT_BYTES else "")
+        for name, nbytes in store.list_files(below=True).items()
+        if note_of(name) is None
+    }
+    name = note_name(PULLED, attempt or attempt_for(f"{url} {sorted(files.items())}"))
+    note = _Pulled(number, attempt, files).render()
+    return replace(source, store=Overlay(store, {name: note}, is_listed=True))
+
+
+def _last_pull(local: Path) -> _Pulled | None:
+    """Returns the note of the last pull; None if the directory is new or empty.
+
+    Raises:
+        StorageError: it has files that no pull brought.
+    """
+    if not local.exists() or (local.is_dir() and not any(local.iterdir())):
         return None
-    with suppress(CheckpointError):
-        return manifest_of(LocalStore(where))
-    return None
+    pulled = _read_note(local)
+    if pulled is None:
+        raise StorageError(
+            f"no pull made this: {printable(str(local))}",
+            hint="give a new directory; a pull replaces only what an earlier pull brought",
+        )
+    if foreign := _not_pulled(local):
+        names = ", ".join(map(printable, foreign[:_SHOWN]))
+        raise StorageError(
+            f"files are not as a pull brought them: {names} ({printable(str(local))})",
+            hint="move them away; or pull into a new directory",
+        )
+    return pulled
+
+
+def _read_note(local: Path) -> _Pulled | None:
+    if not local.is_dir():
+        return None
+    store = LocalStore(local)
+    try:
+        names = [name for name in store.list_files() if note_of(name) == (PULLED, "")]
+        body: Any = parse_json(read(store, names[0]).decode("ascii")) if names else None
+        files = {str(n): (int(size), str(crc)) for n, (size, crc) in body["files"].items()}
+        return _Pulled(int(body["version"]), str(body["attempt"]), files)
+    except (CheckpointError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    finally:
+        store.close()
+
+
+def _not_pulled(local: Path) -> list[str]:
+    """Returns the files in the directory that the last pull did not bring, or not with these bytes.
+
+    The bytes of weights and of long files are not compared.
+    """
+    pulled = _read_note(local)
+    known = {} if pulled is None else pulled.files
+    found = []
+    for path in sorted(local.rglob("*")) if local.is_dir() else [local]:
+        name = path.relative_to(local).as_posix()
+        if path.is_dir() and not path.is_symlink():
+            continue
+        if name in known and path.is_file() and not path.is_symlink():
+            nbytes, crc = known[name]
+            if name.endswith(SUFFIX):  # damaged perhaps, and in no case somebody else's
+                continue
+            if path.stat().st_size == nbytes and (
+                not crc or hex64(crc64nvme(path.read_bytes())) == crc
+            ):
+                continue
+        elif note_of(name) is not None:
+            continue
+        found.append(name)
+    return found
+
+
+# ---- the hook ------------------------------------------------------------------------------------
 
 
 def _there(source: str, where: str, number: int, began: float) -> PullResult:
     seconds = time.monotonic() - began
     return PullResult(redacted(source), where, number, number, 0, 0, (), seconds, is_there=True)
+
+
+def _tell(how: Pulling, number: int, result: PullResult) -> PullResult:
+    """Runs the hook, unless it ran already for what is there."""
+    hook, folder = how.get("hook"), Path(result.destination)
+    if hook is None or result.is_dry_run:
+        return result
+    told = note_name(TOLD, attempt_for(f"{number} {hook}"))
+    if not (folder / told).exists():
+        run_hook(hook, number, os.path.abspath(result.destination))
+        LocalDestination(folder).add_note(told, b"{}\n", new_attempt())
+    return result
+
+
+def run_hook(hook: str, number: int, where: str) -> None:
+    """Tells an engine of a new version: runs a command in the shell, or posts JSON to a URL.
+
+    The command gets `CKPT_VERSION` and `CKPT_PATH`, and writes to stderr. The JSON has `model_path`
+    and `weight_version`, as SGLang's `/update_weights_from_disk` takes them.
+
+    Raises:
+        CheckpointError: the command failed, or the answer is an error. The version stays.
+    """
+    try:
+        if hook.startswith(("http://", "https://")):
+            body = json.dumps({"model_path": where, "weight_version": str(number)}).encode()
+            request = urllib.request.Request(  # noqa: S310  # the user's own URL
+                hook, body, {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=_HOOK_TIMEOUT_S):  # noqa: S310  # as above
+                return
+        told = {"CKPT_VERSION": str(number), "CKPT_PATH": where}
+        done = subprocess.run(hook, shell=True, check=False, env=os.environ | told, stdout=2)  # noqa: S602  # the user's own
+        problem = f"exit status {done.returncode}" if done.returncode else ""
+    except urllib.error.URLError as error:
+        problem = str(getattr(error, "reason", error)) or str(error)
+        problem = f"HTTP {error.code}: {problem}" if hasattr(error, "code") else problem
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    if problem:
+        raise CheckpointError(
+            f"version {number} is in place, but its hook failed: {printable(problem)}"
+            f" ({printable(redacted(hook))})",
+            hint="the next pull runs it again",
+        )
 
 
 def _prove(store: PatchedStore, jobs: int) -> None:
@@ -216,31 +370,3 @@ def _prove(store: PatchedStore, jobs: int) -> None:
                 " --base, or restore the version"
             ),
         )
-
-
-def run_hook(hook: str, number: int, where: str) -> None:
-    """Tells an engine of a new version: runs a command, or posts JSON to a URL.
-
-    The command gets `CKPT_VERSION` and `CKPT_PATH`. The JSON has `model_path` and
-    `weight_version`, as SGLang's `/update_weights_from_disk` takes them.
-
-    Raises:
-        CheckpointError: the command failed, or the answer is an error. The version stays.
-    """
-    shown = printable(redacted(hook))
-    try:
-        if hook.startswith(("http://", "https://")):
-            body = json.dumps({"model_path": where, "weight_version": str(number)}).encode()
-            request = urllib.request.Request(  # noqa: S310  # the user's own URL
-                hook, body, {"Content-Type": "application/json"}
-            )
-            with urllib.request.urlopen(request, timeout=_HOOK_TIMEOUT_S):  # noqa: S310  # as above
-                return
-        told = {"CKPT_VERSION": str(number), "CKPT_PATH": where}
-        subprocess.run(
-            shlex.split(hook), check=True, env=os.environ | told
-        )  # the user's own command
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        raise CheckpointError(
-            f"version {number} is in place, but its hook failed: {printable(str(error))} ({shown})"
-        ) from error

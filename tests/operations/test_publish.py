@@ -229,9 +229,8 @@ def test_a_pull_folds_deltas_and_replaces_at_once(publisher: Publisher) -> None:
     assert (result.version, result.from_version, result.num_deltas) == (3, 1, 2)
     assert same(loaded(local), publisher.states[3])
     assert ckpt_tools.verify(local).problems == []
-    assert {p.name for p in local.iterdir() if "manifest" not in p.name} == {
-        p.name for p in publisher.base.iterdir()
-    }
+    names = {p.name for p in local.iterdir() if not p.name.startswith("ckpt.")}
+    assert names == {p.name for p in publisher.base.iterdir()}
     assert (local / "tokenizer.json").read_text() == '{"a": 1}'
     assert pull(publisher.root, local).is_there
     dry = pull(publisher.root, publisher.folder / "no", dry_run=True)
@@ -395,6 +394,85 @@ def test_a_hole_and_a_renamed_version_are_refused(publisher: Publisher) -> None:
         pull(publisher.folder / "nothing", local)
 
 
+def test_every_file_of_the_model_goes_along_again_and_again(publisher: Publisher) -> None:
+    (publisher.base / ".gitattributes").write_text("z")
+    (publisher.base / "original").mkdir()
+    (publisher.base / "original" / "params.json").write_text("{}")
+    (publisher.base / "onnx").mkdir()
+    (publisher.base / "onnx" / "model.onnx").write_bytes(b"x")
+    local = publisher.folder / "local"
+    for number in (1, 2, 3):
+        publisher.publish()
+        assert pull(publisher.root, local).from_version == number - 1
+        assert same(loaded(local), publisher.states[number])
+        assert (local / "original" / "params.json").read_text() == "{}"
+        assert (local / "onnx" / "model.onnx").exists() and (local / ".gitattributes").exists()
+    there = [p.name for p in publisher.folder.iterdir() if not p.name.startswith("source")]
+    assert sorted(there) == ["base", "local", "root"]  # the old model is gone
+
+
+def test_only_what_a_pull_brought_is_replaced(publisher: Publisher, tmp_path: Path) -> None:
+    publisher.publish()
+    step = tmp_path / "step"
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=step, no_dist=True)
+    before = sorted(p.name for p in step.iterdir())
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    save_file({"w": torch.ones(3)}, weights / "mine.safetensors")
+    for folder in (step, weights, shutil.copytree(publisher.base, tmp_path / "plain")):
+        refused(StorageError, "no pull made this", "new directory")(pull, publisher.root, folder)
+    assert sorted(p.name for p in step.iterdir()) == before
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    pull(publisher.root, empty)
+    publisher.publish()
+    (empty / "notes.txt").write_text("mine")
+    refused(StorageError, "notes.txt", "move them away")(pull, publisher.root, empty)
+    (empty / "notes.txt").unlink()
+    (empty / "config.json").write_text("mine")
+    refused(StorageError, "config.json")(pull, publisher.root, empty)
+    assert (empty / "config.json").read_text() == "mine"
+    refused(PlanError, "among the versions")(pull, publisher.root, publisher.root / "local")
+    refused(PlanError, "is a model", root=publisher.base)(publisher.publish)
+
+
+@pytest.mark.parametrize("how", ["bit", "cut", "gone", "no config"])
+def test_a_damaged_local_copy_is_written_anew(how: str, publisher: Publisher) -> None:
+    publisher.publish()
+    local = publisher.folder / "local"
+    pull(publisher.root, local)
+    publisher.publish()
+    path = next(p for p in local.glob("*.safetensors") if "head" in load_file(p))
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    if how == "gone":
+        path.unlink()
+    elif how == "no config":
+        (local / "config.json").unlink()
+    else:
+        path.write_bytes(data if how == "bit" else data[:-9])
+    result = pull(publisher.root, local)
+    assert (result.version, result.from_version) == (2, 0)
+    assert any("written anew" in note for note in result.notes)
+    assert same(loaded(local), publisher.states[2])
+
+
+def test_a_complete_version_needs_nothing_below(publisher: Publisher) -> None:
+    publisher.publish()
+    publisher.publish()
+    moved = publisher.base.rename(publisher.folder / "moved")
+    refused(StorageError, "version 0 cannot be opened")(publisher.publish)
+    publisher.states.pop()
+    assert publisher.publish(base=moved).base_version == 2  # version 0 lies elsewhere now
+    shutil.rmtree(version(publisher.root, 2))
+    refused(StorageError, "version 2 is missing")(publisher.publish)
+    assert publisher.publish(full=True, base=moved).base_version is None
+    local = publisher.folder / "local"
+    assert pull(publisher.root, local).version == 4
+    assert same(loaded(local), publisher.states[-1])
+    assert json.loads((local / "config.json").read_text())["architectures"] == ["Mine"]
+
+
 def test_versions_of_another_publisher_are_proved_by_its_checksums(publisher: Publisher) -> None:
     """Without our manifests, as slime leaves them."""
     publisher.publish()
@@ -402,7 +480,9 @@ def test_versions_of_another_publisher_are_proved_by_its_checksums(publisher: Pu
     for note in publisher.root.rglob("ckpt.manifest.*"):
         note.unlink()
     local = publisher.folder / "local"
-    assert pull(publisher.root, local).num_deltas == 2
+    assert pull(publisher.root, local, version=1).num_deltas == 1
+    result = pull(publisher.root, local)
+    assert (result.from_version, result.num_deltas) == (1, 1)
     assert same(loaded(local), publisher.states[2])
     checked = ckpt_tools.verify(version(publisher.root, 2))
     damaged = shutil.copytree(publisher.root, publisher.folder / "damaged")
@@ -430,13 +510,21 @@ def test_versions_of_another_publisher_are_proved_by_its_checksums(publisher: Pu
 def test_a_hook_runs_after_each_version(publisher: Publisher) -> None:
     publisher.publish()
     local, told = publisher.folder / "local", publisher.folder / "told"
-    command = f"{sys.executable} -c \"import os; open('{told}', 'a').write(os.environ['CKPT_VERSION'] + os.environ['CKPT_PATH'])\""
-    pull(publisher.root, local, hook=command)
-    assert told.read_text() == f"1{local}"
+    command = f"echo $CKPT_VERSION $CKPT_PATH >> {told}"
+    for _ in range(2):  # once for each version
+        pull(publisher.root, local, hook=command)
+        assert told.read_text() == f"1 {local}\n"
     publisher.publish()
-    with pytest.raises(CheckpointError, match="version 2 is in place, but its hook failed"):
-        pull(publisher.root, local, hook="false")
+    failing = f"test -e {told}.ready && {command}"
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="version 2 is in place, but its hook failed"):
+            pull(publisher.root, local, hook=failing)
     assert same(loaded(local), publisher.states[2])
+    Path(f"{told}.ready").touch()
+    for _ in range(2):
+        assert pull(publisher.root, local, hook=failing).is_there
+    assert told.read_text() == f"1 {local}\n2 {local}\n"
+    assert ckpt_tools.verify(local).problems == []
     asked: list[Any] = []
 
     class Engine(http.server.BaseHTTPRequestHandler):
@@ -454,7 +542,7 @@ def test_a_hook_runs_after_each_version(publisher: Publisher) -> None:
         publisher.publish()
         pull(publisher.root, local, hook=url)
         publisher.publish()
-        with pytest.raises(CheckpointError, match="500"):
+        with pytest.raises(CheckpointError, match="HTTP 500"):
             pull(publisher.root, local, hook=url)
         server.shutdown()
     assert asked[0] == {"model_path": str(local), "weight_version": "3"}
@@ -496,6 +584,13 @@ def test_publish_to_a_bucket_and_pull_from_it(server: Server, publisher: Publish
     publisher.publish(root=url, **options)
     assert pull(url, local, **options).version == 4
     assert same(loaded(local), publisher.states[4])
+    assert (local / "config.json").exists()  # of the complete version, which came from the bucket
+    fs = server.bucket("bases")
+    fs.put(str(publisher.base), "bases/base", recursive=True)
+    result = publisher.publish(root="s3://versions/two", base="s3://bases/base", **options)
+    assert result.base_version == 0
+    pull("s3://versions/two", publisher.folder / "two", **options)
+    assert same(loaded(publisher.folder / "two"), publisher.states[5])
     assert ckpt_tools.verify(url, **options).problems == []
 
 

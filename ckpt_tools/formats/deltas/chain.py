@@ -154,7 +154,10 @@ def _holds_files(store: Store) -> bool:
         return False
 
 
-_BASE_HINT = "give the directory of the model that the engine started with: --base DIR"
+_BASE_HINT = (
+    "the model that the engine started with has to be there; ckpt pull --base DIR takes it from"
+    " elsewhere, and makes a complete copy"
+)
 
 
 def _said_base(said: str, store: Store) -> str:
@@ -212,6 +215,12 @@ class PatchedStore(StoreDefaults):
         for tensor in sorted(self.changed.values(), key=lambda t: t.start):
             self._by_file.setdefault(tensor.file, []).append(tensor)
         self._decoded = _Decoded()
+
+    @property
+    def about(self) -> str:
+        """What the version is, for people."""
+        last = self._chain.layers[-1].about
+        return f"{last.number}, a delta of {last.base_number} ({last.encoding})"
 
     @property
     def layers(self) -> Sequence[Layer]:

@@ -181,7 +181,10 @@ def check_frame(frame: bytes) -> str:
 def _damaged(what: str, why: str) -> IntegrityError:
     return IntegrityError(
         f"the change of a tensor is damaged: {why} ({what})",
-        hint="restore the version, or publish a full one: ckpt publish --full",
+        hint=(
+            "restore the version, or publish a complete one: ckpt publish --full. If the version is"
+            " whole, the model below it is another one"
+        ),
     )
 
 

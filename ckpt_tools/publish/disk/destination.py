@@ -74,8 +74,15 @@ def _names_below(top: Path) -> Iterator[str]:
 class LocalDestination(Destination):
     """See `Destination`."""
 
-    def __init__(self, path: Path, accept: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        accept: Callable[[str], None] | None = None,
+        find_foreign: Callable[[Path], list[str]] = foreign_files,
+    ) -> None:
+        """Takes the path, what accepts the result, and what finds files that are not replaced."""
         self.path, self.url, self._accept = path, str(path), accept
+        self._find_foreign = find_foreign
 
     def exists(self) -> bool:
         return os.path.lexists(self.path)
@@ -87,7 +94,7 @@ class LocalDestination(Destination):
                 f"the destination has no name: {printable(str(self.path))}",
                 hint="give the directory by its name, from another one",
             )
-        commit.check_destination(self.path, overwrite, foreign_files)
+        commit.check_destination(self.path, overwrite, self._find_foreign)
 
     def add_note(self, name: str, data: bytes, attempt: str) -> None:
         folder = self.path if self.path.is_dir() else self.path.parent
@@ -125,7 +132,7 @@ class LocalDestination(Destination):
             # another process has published since the first look
             if self.exists() and not overwrite:
                 raise appeared(self.url)
-            yield LocalAttempt(staged, overwrite, single, self._accept)
+            yield LocalAttempt(staged, overwrite, single, self._accept, True, self._find_foreign)
 
     def join(self, attempt: str, single: str = "", shares_files: bool = False) -> Attempt:
         folder = staging_path(self.path, attempt)
@@ -159,7 +166,9 @@ class LocalAttempt(Attempt):
         single: str,
         accept: Callable[[str], None] | None = None,
         creates: bool = True,
+        find_foreign: Callable[[Path], list[str]] = foreign_files,
     ) -> None:
+        self._find_foreign = find_foreign
         self.attempt, self.folder = staging.attempt, staging.path
         self._own = staging.open(creates=creates)
         self._staging, self._overwrite, self._single, self._accept = (
@@ -272,8 +281,8 @@ class LocalAttempt(Attempt):
                 self._single,
                 manifest.file if manifest else "",
                 self._overwrite,
-                foreign_files,
+                self._find_foreign,
             )
         else:
-            commit.publish_directory(self._staging, self._overwrite, foreign_files)
+            commit.publish_directory(self._staging, self._overwrite, self._find_foreign)
         return []
