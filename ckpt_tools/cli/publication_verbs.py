@@ -204,7 +204,7 @@ def pull(
     """Bring a local directory to a published version.
 
     Several deltas are applied in one pass, from the local version or from the nearest complete
-    one. Every byte is compared with the published checksums before the new directory takes the
+    one. What is written is compared with the published checksums before the new directory takes the
     place of the old one, at one instant. Readers that have opened the old files keep them. LOCAL
     is a new directory, or an earlier pull.
     """

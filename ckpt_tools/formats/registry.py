@@ -254,6 +254,12 @@ def versions_in(url: str, options: Mapping[str, Any] | None) -> list[int]:
     except NotACheckpointError:
         return []
     try:
+        links = numbers_in(store.strays())
+        if links:
+            raise StorageError(
+                f"a version is a link, which is not followed: {version_name(links[0])}"
+                f" ({printable(store.url)})"
+            )
         numbers = numbers_in(store.folders())
         while numbers:
             if safetensors.recognise(store.enter(version_name(numbers[-1])).list_files()):

@@ -33,7 +33,7 @@ from ckpt_tools.formats.registry import Source, open_version, versions_in
 from ckpt_tools.formats.safetensors import SUFFIX
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.copy import copy_opened
-from ckpt_tools.publish.disk.destination import LocalDestination
+from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.publish.find_manifest import find_manifest, manifest_of
 from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage import LocalStore, Overlay, Store, is_url, local_path, read
@@ -163,7 +163,7 @@ def _pulled(
             _prove(version, jobs)
         layers = () if version is None else version.layers
         start = layers[0].about.base_number if layers else number
-        target = LocalDestination(Path(where), find_foreign=_not_pulled)
+        target = open_destination(where, find_foreign=_not_pulled)
         copying: Options = {k: v for k, v in how.items() if k in Options.__annotations__}  # type: ignore[assignment]
         try:
             noted = _with_note(source, number, manifest.attempt if manifest else "", version_url)
@@ -199,7 +199,8 @@ def _check(how: Pulling, url: str, where: str) -> None:
         raise PlanError(
             f"a pull writes to a disk, got {printable(where)}", hint="copy a version: ckpt copy"
         )
-    if not is_url(url) and os.path.realpath(os.path.dirname(where) or ".") == os.path.realpath(url):
+    ends = [f"{os.path.realpath(path)}/" for path in (where, url)]
+    if not is_url(url) and (ends[0].startswith(ends[1]) or ends[1].startswith(ends[0])):
         raise PlanError(f"the local model would lie among the versions: {printable(where)}")
     if (how.get("group") or ALONE).size > 1:
         raise PlanError("one process of a machine pulls", hint="run it without torchrun")
@@ -317,7 +318,7 @@ def _tell(how: Pulling, number: int, result: PullResult) -> PullResult:
     told = note_name(TOLD, attempt_for(f"{number} {hook}"))
     if not (folder / told).exists():
         run_hook(hook, number, os.path.abspath(result.destination))
-        LocalDestination(folder).add_note(told, b"{}\n", new_attempt())
+        open_destination(folder).add_note(told, b"{}\n", new_attempt())
     return result
 
 

@@ -7,6 +7,7 @@ them with the old bytes as they pass, and publishes only the changes.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import threading
 from bisect import bisect_right
@@ -29,7 +30,7 @@ from ckpt_tools.formats.registry import Source
 from ckpt_tools.formats.safetensors import INDEX
 from ckpt_tools.publish.base import Attempt, Destination
 from ckpt_tools.publish.manifest import SealedTensor
-from ckpt_tools.storage import Capabilities, Store, WritableStore, Writer
+from ckpt_tools.storage import Capabilities, Store, WritableStore, Writer, is_url
 
 _FILE = "model-00001-of-00001.safetensors"
 _IN_MEMORY_BYTES = 8 << 20  # of the frame of a tensor in work; longer ones wait on a disk
@@ -105,7 +106,11 @@ class DeltaDestination(Destination):
 
     @contextmanager
     def _staged(self, staged: AbstractContextManager[Attempt]) -> Iterator[Attempt]:
-        with staged as attempt, _Encoders(self._before, self._sealed, self._index) as encoders:
+        folder = None if is_url(self.url) else os.path.dirname(os.path.abspath(self.url))
+        with (
+            staged as attempt,
+            _Encoders(self._before, self._sealed, self._index, folder) as encoders,
+        ):
             yield _DeltaAttempt(attempt, self, encoders, self._index)
 
     def stage(
@@ -186,8 +191,8 @@ class _DeltaAttempt(Attempt):
 class _Frames:
     """The finished frames one after the other, in a file without a name."""
 
-    def __init__(self) -> None:
-        self._file: IO[bytes] = tempfile.TemporaryFile(prefix="ckpt-")  # noqa: SIM115  # see `close`
+    def __init__(self, folder: str | None) -> None:
+        self._file: IO[bytes] = tempfile.TemporaryFile(prefix="ckpt-", dir=folder)  # noqa: SIM115  # see `close`
         self._lock = threading.Lock()
         self.table: dict[str, tuple[int, int, str]] = {}  # start, end and checksum by tensor
         self.nbytes = 0
@@ -227,14 +232,23 @@ class _Frames:
 class _Tensor:
     """A tensor in work. Its tiles may come in another order, and wait for their turn."""
 
-    def __init__(self, name: str, start: int, nbytes: int, index: DeltaIndex) -> None:
+    def __init__(
+        self, name: str, start: int, nbytes: int, index: DeltaIndex, folder: str | None
+    ) -> None:
         self.name, self.start, self.nbytes = name, start, nbytes
         self.changed = threading.Condition()
         self.is_busy = False
         self.waiting: dict[int, bytes] = {}
         self.waiting_nbytes = self.old_crc64 = 0
-        self.frame = tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES, prefix="ckpt-")  # noqa: SIM115  # closed by `_done`
-        self.encoder = Encoder(index.encoding, nbytes, new_hasher(index.checksum))
+        self.frame = tempfile.SpooledTemporaryFile(  # noqa: SIM115  # closed by `close`
+            _IN_MEMORY_BYTES, prefix="ckpt-", dir=folder
+        )
+        self.encoder = Encoder(index.encoding, nbytes, new_hasher(index.checksum), folder)
+
+    def close(self) -> None:
+        """Gives up the room."""
+        self.frame.close()
+        self.encoder.close()
 
 
 class _Encoders:
@@ -242,10 +256,17 @@ class _Encoders:
 
     capabilities = Capabilities(can_write_anywhere=True)
 
-    def __init__(self, before: Source, sealed: Mapping[str, int], index: DeltaIndex) -> None:
+    def __init__(
+        self,
+        before: Source,
+        sealed: Mapping[str, int],
+        index: DeltaIndex,
+        folder: str | None,
+    ) -> None:
         self._before, self._sealed, self._index = before, sealed, index
         catalog = before.catalog
-        self._frames, self._lock, self._own = _Frames(), threading.Lock(), threading.local()
+        self._folder = folder
+        self._frames, self._lock, self._own = _Frames(folder), threading.Lock(), threading.local()
         self.counts = DeltaCounts()
         self._work: dict[str, _Tensor] = {}
         self._places: dict[str, list[tuple[int, int, str]]] = {}
@@ -267,7 +288,7 @@ class _Encoders:
 
     def __exit__(self, *_: object) -> None:
         for tensor in self._work.values():
-            tensor.frame.close()
+            tensor.close()
         self._frames.close()
 
     def create(self, path: str, nbytes: int) -> Writer:
@@ -301,7 +322,7 @@ class _Encoders:
         with self._lock:
             tensor = self._work.get(name)
             if tensor is None:
-                tensor = self._work[name] = _Tensor(name, first, nbytes, self._index)
+                tensor = self._work[name] = _Tensor(name, first, nbytes, self._index, self._folder)
         with tensor.changed:
             tensor.changed.wait_for(
                 lambda: (
@@ -348,16 +369,16 @@ class _Encoders:
                 f" ({printable(self._before.path)})",
                 hint="restore it, or publish a complete version: --full",
             )
-        rest, checksum = tensor.encoder.finish()
         if number := tensor.encoder.num_changed:
-            tensor.frame.write(rest)
-            self._frames.add(tensor.name, tensor.frame, checksum)
+            for piece in tensor.encoder.finish():
+                tensor.frame.write(piece)
+            self._frames.add(tensor.name, tensor.frame, tensor.encoder.checksum)
         with self._lock:
             self.counts.num_changed += bool(number)
             self.counts.changed_nbytes += number
             self._left.discard(tensor.name)
             del self._work[tensor.name]
-        tensor.frame.close()
+        tensor.close()
 
 
 class _DeltaWriter:
@@ -365,7 +386,13 @@ class _DeltaWriter:
         self._encoders, self._file = encoders, file
 
     def write_at(self, start: int, data: memoryview | bytes) -> None:
-        self._encoders.put(self._file, start, memoryview(data).cast("B"))
+        try:
+            self._encoders.put(self._file, start, memoryview(data).cast("B"))
+        except OSError as error:
+            raise StorageError(
+                f"cannot keep the changes until they are published: {error.strerror}",
+                hint="they wait in ROOT, or for a bucket in TMPDIR: make room there",
+            ) from error
 
     def view(self, start: int, nbytes: int) -> memoryview | None:
         del start, nbytes

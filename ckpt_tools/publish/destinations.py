@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.publish.base import Destination
-from ckpt_tools.publish.disk.destination import LocalDestination
+from ckpt_tools.publish.disk.destination import LocalDestination, foreign_files
 from ckpt_tools.storage import is_url, local_path
 
 
@@ -31,6 +31,7 @@ def open_destination(
     path: str | os.PathLike[str],
     options: Mapping[str, Any] | None = None,
     accept: Callable[[str], None] | None = None,
+    find_foreign: Callable[[Path], list[str]] = foreign_files,
 ) -> Destination:
     """Returns the destination of a path or URL.
 
@@ -39,6 +40,8 @@ def open_destination(
         options: those of the object store, as fsspec takes them.
         accept: is called with the complete staging directory, and raises to keep the result from
             being published. On a disk only.
+        find_foreign: returns the files of an existing result that must not be replaced. On a disk
+            only.
 
     Raises:
         PlanError: the path begins with `~`.
@@ -46,7 +49,7 @@ def open_destination(
     where = os.fspath(path)
     refuse_tilde(where)
     if not is_url(where):
-        return LocalDestination(Path(local_path(where)), accept)
+        return LocalDestination(Path(local_path(where)), accept, find_foreign)
     from ckpt_tools.publish.bucket.destination import RemoteDestination  # it imports much
 
     return RemoteDestination(where, options)

@@ -507,6 +507,82 @@ def test_versions_of_another_publisher_are_proved_by_its_checksums(publisher: Pu
     assert pull(publisher.root, publisher.folder / "other", base=publisher.base).version == 2
 
 
+def test_without_a_manifest_every_verb_proves_what_changed(publisher: Publisher) -> None:
+    publisher.publish()
+    for note in publisher.root.rglob("ckpt.manifest.*"):
+        note.unlink()
+    path, out = version(publisher.root, 1), publisher.folder / "out.safetensors"
+    ckpt_tools.merge(path, out)
+    assert same(load_file(out), publisher.states[1])
+    shutil.rmtree(publisher.base)
+    torch.manual_seed(7)
+    model_directory(publisher.base, next_state(publisher.states[0], 0.5))
+    for call in (
+        lambda: ckpt_tools.merge(path, publisher.folder / "no.safetensors"),
+        lambda: ckpt_tools.copy(path, publisher.folder / "no"),
+        lambda: ckpt_tools.diff(path, out),
+        lambda: ckpt_tools.stats(path),
+        lambda: ckpt_tools.open(path)["head"][...],
+    ):
+        with pytest.raises(IntegrityError, match="not the published one"):
+            call()
+    assert not (publisher.folder / "no").exists()
+
+
+def test_an_index_that_hides_a_file_is_refused(publisher: Publisher) -> None:
+    publisher.publish()
+    index = version(publisher.root, 1) / INDEX
+    text = json.loads(index.read_text())
+    for key, value, problem in (
+        ("weight_map", {}, "does not name one of its files"),
+        ("weight_map", {"head": "../base/model-00001-of-00002.safetensors"}, r"\.\./base"),
+        ("metadata", text["metadata"] | {"version": "0" * 5000 + "1"}, "six digits"),
+        ("metadata", text["metadata"] | {"base_version": "000003"}, "not of the one before"),
+        ("metadata", text["metadata"] | {"delta_encoding": "zip"}, "xor or overwrite"),
+    ):
+        index.write_text(json.dumps(text | {key: value}))
+        with pytest.raises(CheckpointError, match=problem):
+            pull(publisher.root, publisher.folder / "local")
+    assert not (publisher.folder / "local").exists()
+
+
+def test_a_cut_frame_below_a_complete_version_is_found(publisher: Publisher) -> None:
+    publisher.publish(encoding="xor")
+    publisher.publish(full=True)
+    path = version(publisher.root, 1) / "model-00001-of-00001.safetensors"
+    data = path.read_bytes()
+    nbytes = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + nbytes])
+    name = max(header.keys() - {"__metadata__"}, key=lambda n: header[n]["data_offsets"][1])
+    first, last = header[name]["data_offsets"]
+    header[name] |= {"data_offsets": [first, last - 40], "shape": [last - 40 - first]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + nbytes : -40])
+    assert [p.fqn for p in ckpt_tools.verify(publisher.root).problems] == [name]
+
+
+@pytest.mark.slow
+def test_a_long_chain_opens_few_files_and_a_full_disk_is_told(publisher: Publisher) -> None:
+    for _ in range(70):
+        publisher.publish()
+    ckpt = f"{sys.executable} -m ckpt_tools"
+    command = f"ulimit -n 50; {ckpt} pull {publisher.root} {publisher.folder}/local"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert same(loaded(publisher.folder / "local"), publisher.states[-1])
+    base, big = publisher.folder / "bigbase", publisher.folder / "big.safetensors"
+    base.mkdir()
+    (base / "config.json").write_text('{"architectures": ["Mine"]}')
+    save_file({"w": torch.randn(3000, 1000)}, base / "model.safetensors")
+    save_file({"w": torch.randn(3000, 1000)}, big)
+    words = f"publish {big} {publisher.folder}/bigroot --base {base} --partial"
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -f 4000; {ckpt} {words}"], capture_output=True, text=True
+    )
+    assert done.returncode == 15 and "cannot keep the changes" in done.stderr, done.stderr
+    assert not (publisher.folder / "bigroot" / "weight_v000001").exists()
+
+
 def test_a_hook_runs_after_each_version(publisher: Publisher) -> None:
     publisher.publish()
     local, told = publisher.folder / "local", publisher.folder / "told"
@@ -649,7 +725,8 @@ def test_a_change_is_applied_to_any_range(
         encoder.add(new[at : at + piece], old[at : at + piece].copy())
         for at in range(0, nbytes, piece)
     )
-    rest, checksum = encoder.finish()
+    rest, checksum = b"".join(encoder.finish()), encoder.checksum
+    encoder.close()
     assert encoder.num_changed == int((new != old).sum())
     assert checksum == xxhash.xxh3_128(new.tobytes()).hexdigest()
     change = decode(frame + rest, encoding, nbytes, "it")
@@ -660,7 +737,8 @@ def test_a_change_is_applied_to_any_range(
         change.apply(changes[low, high], low)
     second = np.where(rng.random(nbytes) < part, rng.integers(0, 256, nbytes, np.uint8), new)
     encoder = Encoder(encoding, nbytes, new_hasher("adler32"))
-    frame_two = encoder.add(second, new.copy()) + encoder.finish()[0]
+    frame_two = encoder.add(second, new.copy()) + b"".join(encoder.finish())
+    encoder.close()
     both = fold(change, decode(frame_two, encoding, nbytes, "it"))
     assert both is not None
     found = old.copy()

@@ -9,9 +9,11 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +28,7 @@ from ckpt_tools.errors import (
     printable,
 )
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.base import MANIFEST, note_of
+from ckpt_tools.formats.base import MANIFEST, attempt_of, note_of
 from ckpt_tools.formats.deltas.encoding import Patch, check_frame, decode, fold, new_hasher
 from ckpt_tools.formats.deltas.layout import DeltaIndex, index_text, read_delta_index, version_name
 from ckpt_tools.storage import Capabilities, Store, Writer, read
@@ -39,10 +41,23 @@ _KEPT_TENSORS = 4  # whatever their bytes: threads may be at several tensors
 
 
 class Layer(NamedTuple):
-    """A delta: what its index says, and the store of its directory."""
+    """A delta: what its index says, the store of its directory, and what opens that anew.
+
+    A chain may have more files than a process may open at the same time.
+    """
 
     about: DeltaIndex
     store: Store
+    reopen: Callable[[], Store]
+
+    @contextmanager
+    def opened(self) -> Iterator[Store]:
+        """Yields the directory, and closes its files."""
+        store = self.reopen()
+        try:
+            yield store
+        finally:
+            store.close()
 
 
 class Frame(NamedTuple):
@@ -128,7 +143,8 @@ def find_chain(
                 f"{printable(store.url)} says that it is version {index.number}",
                 hint="its directory was renamed or copied: give it its own name back",
             )
-        layers.insert(0, Layer(index, store))
+        layers.insert(0, Layer(index, store, partial(sibling, version_name(number))))
+        store.close()  # its index is read; a chain may be long
         said = said or index.base
         number = index.base_number
         if number == 0:
@@ -214,7 +230,9 @@ class PatchedStore(StoreDefaults):
         self._by_file: dict[str, list[ChangedTensor]] = {}
         for tensor in sorted(self.changed.values(), key=lambda t: t.start):
             self._by_file.setdefault(tensor.file, []).append(tensor)
-        self._decoded = _Decoded()
+        own = self._last.list_files()
+        is_sealed = any(note_of(name) == (MANIFEST, "") for name in own)
+        self._decoded = _Decoded(None if is_sealed else self._check)
 
     @property
     def about(self) -> str:
@@ -256,8 +274,11 @@ class PatchedStore(StoreDefaults):
             for tensor in self._by_file.get(path, ())
             for frame in tensor.frames
         }
-        layers = [frame.layer.store.version(file) for (file, _), frame in frames.items()]
-        return " ".join((self._of(path).version(path), *layers))
+        versions = [self._of(path).version(path)]
+        for (file, _), frame in frames.items():
+            with frame.layer.opened() as store:
+                versions.append(store.version(file))
+        return " ".join(versions)
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         self._of(path).read_into(path, start, buffer)
@@ -273,6 +294,28 @@ class PatchedStore(StoreDefaults):
             if low < high:
                 for patch in self._decoded.get(tensor):
                     patch.apply(data[low - start : high - start], low - tensor.start)
+
+    def _check(self, tensor: ChangedTensor, patches: Sequence[Patch]) -> None:
+        """Compares a changed tensor with the checksum of its publisher: nothing else proves it."""
+        if not self.is_right(tensor, patches):
+            raise IntegrityError(
+                f"after the changes, a tensor is not the published one: {printable(tensor.fqn)!r}"
+                f" ({printable(self.url)})",
+                hint=f"the changes do not belong to {printable(self._base.url)}, or it is damaged",
+            )
+
+    def is_right(self, tensor: ChangedTensor, patches: Sequence[Patch]) -> bool:
+        """Reads a changed tensor, and compares it with the checksum of its publisher."""
+        frame = tensor.frames[-1]
+        hasher = new_hasher(frame.layer.about.checksum)
+        buffer = np.empty(min(_PIECE_BYTES, tensor.nbytes), np.uint8)
+        for at in range(0, tensor.nbytes, _PIECE_BYTES):
+            part = buffer[: tensor.nbytes - at]
+            self._base.read_into(tensor.file, tensor.start + at, part.data)
+            for patch in patches:
+                patch.apply(part, at)
+            hasher.update(part.data)
+        return hasher.hexdigest() == frame.checksum
 
     def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
         self._base.will_read((r for r in ranges if self._of(r[0]) is self._base), is_all)
@@ -298,14 +341,30 @@ def as_patched(store: Store) -> PatchedStore | None:
 def _changed(catalog: Catalog, layers: Sequence[Layer]) -> dict[str, ChangedTensor]:
     found: dict[str, list[Frame]] = {}
     for layer in layers:
-        files = sorted(set(layer.about.weight_map.values()))
-        frames = safetensors.read_files(layer.store, files, layer.about.weight_map)
+        with layer.opened() as store:
+            frames = _frames_of(store, layer.about)
         for fqn, entry in frames.tensors.items():
             extent = entry.chunks[0].extent
             found.setdefault(fqn, []).append(
                 Frame(layer, extent.file, extent.start, extent.nbytes, frames.extras.get(fqn, ""))
             )
     return {fqn: _tensor(catalog.tensors.get(fqn), frames, fqn) for fqn, frames in found.items()}
+
+
+def _frames_of(store: Store, index: DeltaIndex) -> Catalog:
+    """Reads the headers of a delta's files.
+
+    Raises:
+        FormatError: there is a file that the index does not name; other receivers would apply it.
+    """
+    files = set(index.weight_map.values())
+    others = [n for n in store.list_files() if n.endswith(safetensors.SUFFIX) and n not in files]
+    if others := [n for n in others if not attempt_of(n)]:  # of an attempt that was given up
+        raise FormatError(
+            f"the index of a delta does not name one of its files: {printable(others[0])}"
+            f" ({printable(store.url)})"
+        )
+    return safetensors.read_files(store, sorted(files), index.weight_map)
 
 
 def _tensor(entry: TensorEntry | None, frames: Sequence[Frame], fqn: str) -> ChangedTensor:
@@ -327,8 +386,7 @@ def damaged_frames(store: Store, index: DeltaIndex, jobs: int) -> dict[str, str]
     Raises:
         CheckpointError: the files cannot be read, or lack a tensor of the index.
     """
-    files = sorted(set(index.weight_map.values()))
-    found = safetensors.read_files(store, files, index.weight_map)
+    found = _frames_of(store, index)
 
     def problem(entry: TensorEntry) -> str:
         extent = entry.chunks[0].extent
@@ -342,7 +400,9 @@ def damaged_frames(store: Store, index: DeltaIndex, jobs: int) -> dict[str, str]
 class _Decoded:
     """The decoded changes of tensors in use. Each is decoded once, however many threads want it."""
 
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[ChangedTensor, Sequence[Patch]], None] | None) -> None:
+        """Takes what proves a decoded tensor, if nobody else does."""
+        self._check, self._right = check, set[str]()
         self._lock = threading.Lock()
         self._found: OrderedDict[str, Sequence[Patch]] = OrderedDict()
         self._busy: dict[str, threading.Lock] = {}
@@ -359,6 +419,9 @@ class _Decoded:
                 patches = self._found.get(tensor.fqn)
             if patches is None:
                 patches = _decode(tensor)
+                if self._check is not None and tensor.fqn not in self._right:
+                    self._check(tensor, patches)
+                    self._right.add(tensor.fqn)
             with self._lock:
                 self._found[tensor.fqn] = patches
                 self._busy.pop(tensor.fqn, None)
@@ -375,9 +438,11 @@ class _Decoded:
 
 def _decode(tensor: ChangedTensor) -> Sequence[Patch]:
     patches: list[Patch] = []
-    for (about, store), file, start, nbytes, _ in tensor.frames:
-        what = f"{printable(tensor.fqn)!r} in {printable(store.url)}"
-        patch = decode(read(store, file, start, nbytes), about.encoding, tensor.nbytes, what)
+    for layer, file, start, nbytes, _ in tensor.frames:
+        what = f"{printable(tensor.fqn)!r} in {printable(layer.store.url)}"
+        with layer.opened() as store:
+            frame = read(store, file, start, nbytes)
+        patch = decode(frame, layer.about.encoding, tensor.nbytes, what)
         both = fold(patches[-1], patch) if patches else None
         patches = [*patches, patch] if both is None else [*patches[:-1], both]
     return patches
@@ -395,14 +460,7 @@ def wrong_tensors(store: PatchedStore, jobs: int) -> list[str]:
     """
 
     def is_wrong(tensor: ChangedTensor) -> bool:
-        frame = tensor.frames[-1]
-        hasher = new_hasher(frame.layer.about.checksum)
-        buffer = bytearray(min(_PIECE_BYTES, tensor.nbytes))
-        for at in range(0, tensor.nbytes, _PIECE_BYTES):
-            part = memoryview(buffer)[: tensor.nbytes - at]
-            store.read_into(tensor.file, tensor.start + at, part)
-            hasher.update(part)
-        return hasher.hexdigest() != frame.checksum
+        return not store.is_right(tensor, _decode(tensor))
 
     with ThreadPoolExecutor(jobs, "ckpt-delta") as pool:
         tensors = list(store.changed.values())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
+from tempfile import SpooledTemporaryFile
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,7 +25,8 @@ from ckpt_tools.formats.deltas.layout import ADLER32, BLAKE3, OVERWRITE, XOR, XX
 _LEVEL = 1  # the receivers' own: more takes longer than it saves
 _BLOCK_BYTES = 2 << 20
 _MAX_WINDOW_BYTES = 1 << 27
-_MAX_OVERWRITE_BYTES = 1 << 32  # positions have 32 bits
+_MAX_OVERWRITE_BYTES = (1 << 32) - 1  # positions and the count have 32 bits
+_IN_MEMORY_BYTES = 8 << 20  # of positions and of values; more wait on a disk
 _DENSE = 3  # a block of which a third of the words changed is kept as it is
 _WORD = 8
 
@@ -84,13 +86,24 @@ class Encoder:
         at: bytes so far.
     """
 
-    def __init__(self, encoding: str, nbytes: int, hasher: Hasher) -> None:
-        """Begins a tensor of `nbytes` bytes; `hasher` takes the new bytes."""
+    def __init__(
+        self, encoding: str, nbytes: int, hasher: Hasher, folder: str | None = None
+    ) -> None:
+        """Begins a tensor.
+
+        Args:
+            encoding: one of `ENCODINGS`.
+            nbytes: its bytes.
+            hasher: takes the new bytes.
+            folder: where what does not fit into memory waits.
+        """
         self._encoding, self._nbytes, self._hasher = encoding, nbytes, hasher
         self._compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
         self._stream = self._compressor.compressobj(size=nbytes)
-        self._positions: list[Array] = []
-        self._values: list[Array] = []
+        self._positions, self._values = (
+            SpooledTemporaryFile(_IN_MEMORY_BYTES, prefix="ckpt-", dir=folder)  # noqa: SIM115  # see `close`
+            for _ in range(2)
+        )
         self.num_changed = self.at = 0
 
     def add(self, new: Bytes, old: Bytes) -> bytes:
@@ -106,22 +119,30 @@ class Encoder:
         if where is None:
             return self._stream.compress(diff.data)
         if len(where):
-            self._positions.append((where + start).astype("<u4"))
-            self._values.append(new[where])
+            self._positions.write((where + start).astype("<u4").data)
+            self._values.write(new[where].data)
         return b""
 
-    def finish(self) -> tuple[bytes, str]:
-        """Returns the rest of the frame, and the checksum of the new bytes."""
-        if self._encoding == XOR:
-            return self._stream.flush(), self._hasher.hexdigest()
-        data = b"".join(
-            (
-                np.array([self.num_changed], "<u4").tobytes(),
-                *(found.tobytes() for found in self._positions),
-                *(found.tobytes() for found in self._values),
-            )
-        )
-        return self._compressor.compress(data), self._hasher.hexdigest()
+    def finish(self) -> Iterator[bytes]:
+        """Yields the rest of the frame."""
+        if self._encoding == OVERWRITE:
+            self._stream = self._compressor.compressobj(size=4 + 5 * self.num_changed)
+            yield self._stream.compress(np.array([self.num_changed], "<u4").data)
+            for file in (self._positions, self._values):
+                file.seek(0)
+                while piece := file.read(_BLOCK_BYTES):
+                    yield self._stream.compress(piece)
+        yield self._stream.flush()
+
+    @property
+    def checksum(self) -> str:
+        """Returns the checksum of the new bytes so far."""
+        return self._hasher.hexdigest()
+
+    def close(self) -> None:
+        """Gives up the room."""
+        self._positions.close()
+        self._values.close()
 
 
 def check_size(encoding: str, name: str, nbytes: int) -> None:
@@ -171,11 +192,12 @@ def check_frame(frame: bytes) -> str:
         with zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).stream_reader(
             frame
         ) as reader:
-            while reader.read(_BLOCK_BYTES):
-                pass
+            total = sum(map(len, iter(lambda: reader.read(_BLOCK_BYTES), b"")))
+        expected = zstandard.get_frame_parameters(frame).content_size
     except zstandard.ZstdError as error:
         return f"is damaged: {error}"
-    return ""
+    is_known = expected != zstandard.CONTENTSIZE_UNKNOWN
+    return f"is cut: {total:,} of {expected:,} bytes" if is_known and total != expected else ""
 
 
 def _damaged(what: str, why: str) -> IntegrityError:
@@ -286,11 +308,22 @@ def _joined_blocks(a: _Packed, b: _Packed) -> _Packed:
     return (where.astype(np.uint32), words[where]) if len(where) else None
 
 
+def _span(numbers: Array, low: int, high: int) -> tuple[int, int]:
+    """Returns where the numbers of `low:high` lie among ascending ones.
+
+    The keys have the type of the numbers: else NumPy converts all of these at each call.
+    """
+    most = np.iinfo(numbers.dtype).max
+    start = int(np.searchsorted(numbers, numbers.dtype.type(low)))
+    end = int(np.searchsorted(numbers, numbers.dtype.type(high))) if high <= most else len(numbers)
+    return start, end
+
+
 def _xor_words(part: Bytes, start: int, where: Array, words: Array) -> None:
     """Applies words to a part of a block that begins at byte `start` of it."""
     first, last = -(-start // _WORD), (start + len(part)) // _WORD  # whole words
-    low, high = np.searchsorted(where, (start // _WORD, -(-(start + len(part)) // _WORD)))
-    for at in {int(low), int(high) - 1} if low < high else ():
+    low, high = _span(where, start // _WORD, -(-(start + len(part)) // _WORD))
+    for at in {low, high - 1} if low < high else ():
         word = int(where[at])
         if first <= word < last:
             continue
@@ -299,7 +332,7 @@ def _xor_words(part: Bytes, start: int, where: Array, words: Array) -> None:
         own = part[begin - start : end - start]
         np.bitwise_xor(own, values[begin - word * _WORD : end - word * _WORD], own)
     if first < last:
-        low, high = np.searchsorted(where, (first, last))
+        low, high = _span(where, first, last)
         whole = part[first * _WORD - start : last * _WORD - start].view(np.uint64)
         whole[where[low:high].astype(np.int64) - first] ^= words[low:high]
 
@@ -312,7 +345,7 @@ class _Overwrite:
         self.nbytes = positions.nbytes + values.nbytes
 
     def apply(self, data: Bytes, start: int) -> None:
-        low, high = np.searchsorted(self.positions, (start, start + len(data)))
+        low, high = _span(self.positions, start, start + len(data))
         data[self.positions[low:high].astype(np.int64) - start] = self.values[low:high]
 
 

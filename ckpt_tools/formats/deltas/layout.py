@@ -27,7 +27,7 @@ CHECKSUMS = (XXH3, BLAKE3, ADLER32)
 COMPRESSION = "zstd"
 BASE = "ckpt_base"
 _MAX_NUMBER = 10**9
-_NAME = re.compile(r"weight_v([0-9]{6,9})")
+_NAME, _DIGITS = re.compile(r"weight_v([0-9]{6,9})"), re.compile(r"[0-9]{6,9}")
 
 
 class DeltaIndex(NamedTuple):
@@ -129,7 +129,7 @@ def index_text(store: Store, catalog: Catalog) -> bytes:
 
 
 def _number(value: object, key: str, where: str) -> int:
-    if not isinstance(value, str) or not value.isdecimal() or int(value[:12]) >= _MAX_NUMBER:
+    if not isinstance(value, str) or not _DIGITS.fullmatch(value):
         raise FormatError(f"{key}: expected six digits, got {printable(str(value))!r} ({where})")
     return int(value)
 
