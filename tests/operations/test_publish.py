@@ -535,7 +535,7 @@ def test_an_index_that_hides_a_file_is_refused(publisher: Publisher) -> None:
     text = json.loads(index.read_text())
     for key, value, problem in (
         ("weight_map", {}, "does not name one of its files"),
-        ("weight_map", {"head": "../base/model-00001-of-00002.safetensors"}, r"\.\./base"),
+        ("weight_map", {"head": "../base/model-00001-of-00002.safetensors"}, "does not name"),
         ("metadata", text["metadata"] | {"version": "0" * 5000 + "1"}, "six digits"),
         ("metadata", text["metadata"] | {"base_version": "000003"}, "not of the one before"),
         ("metadata", text["metadata"] | {"delta_encoding": "zip"}, "xor or overwrite"),
