@@ -34,7 +34,7 @@ from ckpt_tools.formats.safetensors import SUFFIX
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.copy import copy_opened
 from ckpt_tools.publish.destinations import open_destination
-from ckpt_tools.publish.find_manifest import find_manifest, manifest_of
+from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage import LocalStore, Overlay, Store, is_url, local_path, read
 from ckpt_tools.storage.small_files import parse_json
@@ -92,13 +92,13 @@ class PullResult:
 
 
 class _Pulled(NamedTuple):
-    """What the note of the last pull says: the version, its attempt, and the files.
+    """What the note of the last pull says: the version, what tells it apart, and the files.
 
     A file has its bytes, and its CRC-64 if it is short.
     """
 
     version: int
-    attempt: str
+    identity: str
     files: Mapping[str, tuple[int, str]]
 
     def render(self) -> bytes:
@@ -148,8 +148,7 @@ def _pulled(
     def reached(version: int, store: Store) -> Store | None:
         if own is None or own.version != version:
             return None
-        found = find_manifest(store)
-        return LocalStore(where) if own.attempt == (found.attempt if found else "") else None
+        return LocalStore(where) if own.identity == _identity(store) else None
 
     base, options = how.get("base"), how.get("storage_options")
     version_url = f"{url}/{version_name(number)}"
@@ -158,15 +157,13 @@ def _pulled(
         version, jobs = as_patched(source.folder), num_threads(how.get("jobs"))
         if version is None and source.store.url == where:
             return _tell(how, number, _there(version_url, where, number, began))
-        manifest = manifest_of(source.folder)
-        if version is not None and manifest is None:
-            _prove(version, jobs)
         layers = () if version is None else version.layers
         start = layers[0].about.base_number if layers else number
         target = open_destination(where, find_foreign=_not_pulled)
         copying: Options = {k: v for k, v in how.items() if k in Options.__annotations__}  # type: ignore[assignment]
         try:
-            noted = _with_note(source, number, manifest.attempt if manifest else "", version_url)
+            own_store = version.layers[-1].store if version is not None else source.folder
+            noted = _with_note(source, number, _identity(own_store))
             result = copy_opened(noted, target, copying, began, replaces=True)
         except IntegrityError as error:
             if version is None:
@@ -225,7 +222,20 @@ def _wanted(url: str, version: int | None, options: Mapping[str, Any] | None) ->
 # ---- what the last pull left ---------------------------------------------------------------------
 
 
-def _with_note(source: Source, number: int, attempt: str, url: str) -> Source:
+def _identity(store: Store) -> str:
+    """Returns what tells a published version from another one with the same number.
+
+    Without our manifest, it is when and how long its files were written: another run of a trainer
+    may publish to the same directory.
+    """
+    manifest = find_manifest(store)
+    if manifest is not None:
+        return manifest.attempt
+    files = sorted((name, store.version(name)) for name in store.list_files())
+    return hex64(crc64nvme(repr(files).encode("utf-8", "surrogatepass")))
+
+
+def _with_note(source: Source, number: int, identity: str) -> Source:
     """Returns a version with the note of this pull beside its files."""
     store = source.store
     files = {
@@ -233,8 +243,8 @@ def _with_note(source: Source, number: int, attempt: str, url: str) -> Source:
         for name, nbytes in store.list_files(below=True).items()
         if note_of(name) is None
     }
-    name = note_name(PULLED, attempt or attempt_for(f"{url} {sorted(files.items())}"))
-    note = _Pulled(number, attempt, files).render()
+    name = note_name(PULLED, attempt_for(f"{number} {identity}"))
+    note = _Pulled(number, identity, files).render()
     return replace(source, store=Overlay(store, {name: note}, is_listed=True))
 
 
@@ -269,7 +279,7 @@ def _read_note(local: Path) -> _Pulled | None:
         names = [name for name in store.list_files() if note_of(name) == (PULLED, "")]
         body: Any = parse_json(read(store, names[0]).decode("ascii")) if names else None
         files = {str(n): (int(size), str(crc)) for n, (size, crc) in body["files"].items()}
-        return _Pulled(int(body["version"]), str(body["attempt"]), files)
+        return _Pulled(int(body["version"]), str(body["identity"]), files)
     except (CheckpointError, ValueError, TypeError, KeyError, AttributeError):
         return None
     finally:

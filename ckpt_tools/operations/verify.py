@@ -27,7 +27,6 @@ from ckpt_tools.formats.registry import versions_in
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.folder import note_on_others
 from ckpt_tools.operations.verification import Verification
-from ckpt_tools.operations.verify_versions import look_at_versions, of_publication
 from ckpt_tools.publish.check_manifest import Problem
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
 from ckpt_tools.run.step import Step, damage
@@ -124,6 +123,8 @@ def verify(
         numbers = versions_in(url, options.get("storage_options")) if error.num_below else []
         if not numbers:
             raise
+    from ckpt_tools.operations.verify_versions import look_at_versions, of_publication  # with zstd
+
     began = time.monotonic()
 
     def one(path: str) -> VerifyResult:

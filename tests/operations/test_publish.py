@@ -145,6 +145,7 @@ class Publisher:
     """A directory with a base, and the versions that were published, with their states."""
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
         self.folder, self.root, self.base = folder, folder / "root", folder / "base"
         self.states = [first_state()]
         model_directory(self.base, self.states[0])
@@ -484,6 +485,15 @@ def test_versions_of_another_publisher_are_proved_by_its_checksums(publisher: Pu
     result = pull(publisher.root, local)
     assert (result.from_version, result.num_deltas) == (1, 1)
     assert same(loaded(local), publisher.states[2])
+    other_run = Publisher(Path(str(publisher.folder / "run2")))
+    for _ in range(3):
+        other_run.publish()
+    for note in other_run.root.rglob("ckpt.manifest.*"):
+        note.unlink()
+    result = pull(other_run.root, local)  # not on top of the other run's version 2
+    assert (result.version, result.from_version) == (3, 0)
+    assert same(loaded(local), other_run.states[3])
+    pull(publisher.root, local)
     checked = ckpt_tools.verify(version(publisher.root, 2))
     damaged = shutil.copytree(publisher.root, publisher.folder / "damaged")
     text = json.loads((version(damaged, 1) / INDEX).read_text())
