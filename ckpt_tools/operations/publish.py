@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,7 +42,7 @@ from ckpt_tools.publish.delta import DeltaCounts, DeltaDestination
 from ckpt_tools.publish.manifest import SealedTensor
 from ckpt_tools.publish.sealed_source import checked_manifest, open_sealed
 from ckpt_tools.ranks.base import ALONE
-from ckpt_tools.storage import Store, is_url, local_path, read
+from ckpt_tools.storage import PinnedStore, Store, is_url, local_path, read, write_file
 from ckpt_tools.transfer.options import Path_, Reading
 from ckpt_tools.transfer.result import TransferResult
 from ckpt_tools.transfer.transfer import transfer
@@ -221,9 +221,10 @@ def _local(folder: Store, stack: ExitStack) -> str:
     if not is_url(url):
         return url
     there = stack.enter_context(TemporaryDirectory(prefix="ckpt-"))
+    copies = stack.enter_context(closing(PinnedStore(Path(there))))
     for name, nbytes in folder.list_files().items():
         if nbytes <= _MAX_BESIDE_BYTES and not name.endswith((safetensors.SUFFIX, ".index.json")):
-            (Path(there) / name).write_bytes(read(folder, name))
+            write_file(copies, name, read(folder, name))
     return there
 
 
