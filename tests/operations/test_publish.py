@@ -315,6 +315,7 @@ def refused(kind: type[Exception], *parts: str, **how: Any) -> Callable[..., Non
     return check
 
 
+@pytest.mark.slow
 def test_another_model_is_refused_by_name(publisher: Publisher) -> None:
     state = publisher.states[0]
     publisher.publish()
@@ -706,7 +707,7 @@ def test_a_job_s_step_becomes_what_transformers_loads(tied: bool, tmp_path: Path
     assert found(tokens).logits.isfinite().all()
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     st.one_of(
         st.integers(1, 5_000),
