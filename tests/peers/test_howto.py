@@ -118,6 +118,14 @@ BLOCKS = {
             "import ckpt_tools\nckpt_tools.save('run/step-00000001', state)",
         ),
     ),
+    "publish.md": (
+        "",
+        (
+            1,
+            NET + "import ckpt_tools\nckpt_tools.save('run/step-00000200', {'model': model})\n",
+            "assert result.version == 1",
+        ),
+    ),
 }
 # the step that each block leaves, if it leaves one
 LEFT = {
