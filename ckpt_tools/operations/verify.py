@@ -140,6 +140,7 @@ def verify(
         options.get("storage_options"),
         options.get("jobs"),
         lambda path: list(one(path).problems),
+        quick,
     )
     return replace(newest, **of_publication(url, newest, problems, notes, numbers[-1], began))
 

@@ -93,12 +93,10 @@ class Chain:
 
     Attributes:
         base: the store of the complete version.
-        base_number: its number; 0 for the engine's own model.
         layers: the deltas, oldest first.
     """
 
     base: Store
-    base_number: int
     layers: Sequence[Layer]
 
     def close(self) -> None:
@@ -134,10 +132,10 @@ def find_chain(
     said = ""
     while True:
         if is_reached is not None and (found := is_reached(number, store)) is not None:
-            return Chain(found, number, layers)
+            return Chain(found, layers)
         index = read_delta_index(store)
         if index is None:
-            return Chain(store, number, layers)
+            return Chain(store, layers)
         if index.number != number:
             raise FormatError(
                 f"{printable(store.url)} says that it is version {index.number}",
@@ -149,7 +147,7 @@ def find_chain(
         number = index.base_number
         if number == 0:
             where = base or _said_base(said, store)
-            return Chain(_open_base(where, elsewhere), 0, layers)
+            return Chain(_open_base(where, elsewhere), layers)
         below = sibling(version_name(number))
         if not _holds_files(below):
             raise StorageError(
@@ -236,7 +234,7 @@ class PatchedStore(StoreDefaults):
 
     @property
     def about(self) -> str:
-        """What the version is, for people."""
+        """The number of the version, and what it changes, for people."""
         last = self._chain.layers[-1].about
         return f"{last.number}, a delta of {last.base_number} ({last.encoding})"
 

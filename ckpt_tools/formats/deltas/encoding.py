@@ -314,9 +314,12 @@ def _span(numbers: Array, low: int, high: int) -> tuple[int, int]:
     The keys have the type of the numbers: else NumPy converts all of these at each call.
     """
     most = np.iinfo(numbers.dtype).max
-    start = int(np.searchsorted(numbers, numbers.dtype.type(low)))
-    end = int(np.searchsorted(numbers, numbers.dtype.type(high))) if high <= most else len(numbers)
-    return start, end
+
+    def at(key: int) -> int:
+        found = np.searchsorted(numbers, numbers.dtype.type(key)) if key <= most else len(numbers)
+        return int(found)
+
+    return at(low), at(high)
 
 
 def _xor_words(part: Bytes, start: int, where: Array, words: Array) -> None:

@@ -26,12 +26,11 @@ XXH3, BLAKE3, ADLER32 = "xxh3-128", "blake3", "adler32"
 CHECKSUMS = (XXH3, BLAKE3, ADLER32)
 COMPRESSION = "zstd"
 BASE = "ckpt_base"
-_MAX_NUMBER = 10**9
 _NAME, _DIGITS = re.compile(r"weight_v([0-9]{6,9})"), re.compile(r"[0-9]{6,9}")
 
 
 class DeltaIndex(NamedTuple):
-    """What the index of a delta says.
+    """The index of a delta.
 
     Attributes:
         number, base_number: the version, and the one that it changes.
@@ -71,7 +70,7 @@ def version_number(name: str) -> int | None:
     """Returns the number of a version by the name of its directory; None for another name."""
     found = _NAME.fullmatch(name)
     number = int(found[1]) if found else 0
-    return number if 0 < number < _MAX_NUMBER and version_name(number) == name else None
+    return number if number and version_name(number) == name else None
 
 
 def numbers_in(names: Iterable[str]) -> list[int]:
