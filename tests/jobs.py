@@ -80,6 +80,14 @@ def kill_after_step(
             shutil.rmtree(newer)
 
 
+def _signal_all(pid: int, number: int) -> None:
+    """Sends a signal to a process and to its children: torchrun gives each a group of its own."""
+    with suppress(OSError):  # it has ended
+        for process in (pid, *children(pid)):
+            with suppress(OSError):
+                os.kill(process, number)
+
+
 def interrupt(
     words: Sequence[str],
     is_time: Callable[[], bool],
@@ -89,8 +97,13 @@ def interrupt(
     """Starts a command and sends it, or one of its ranks, a signal once it is time; returns what it
     came to.
 
-    The first process that launch.py starts serves the store of the ranks.
+    Before a kill, all its processes stand still while `is_time` looks, and run as long as the look
+    took. So a machine that is busy cannot let the command end between the look and the kill. Other
+    signals must find them running: any thread may get the signal of a process that stands still,
+    and Python's main thread would not wake. The first process that launch.py starts serves the
+    store of the ranks.
     """
+    stop, go_on = (signal.SIGSTOP, signal.SIGCONT) if number == signal.SIGKILL else (0, 0)
     first = 1 if any(str(word).endswith("launch.py") for word in words) else 0
     with subprocess.Popen(
         words,
@@ -101,10 +114,16 @@ def interrupt(
         start_new_session=True,
     ) as job:
         try:
-            while job.poll() is None and not is_time():
-                time.sleep(0.001)
+            while job.poll() is None:
+                _signal_all(job.pid, stop)
+                begun = time.monotonic()
+                if is_time():
+                    break
+                _signal_all(job.pid, go_on)
+                time.sleep(max(0.001, time.monotonic() - begun))
             with suppress(OSError, IndexError):  # it has ended
                 os.kill(job.pid if member is None else children(job.pid)[first + member], number)
+            _signal_all(job.pid, go_on)
             out, errors = job.communicate(timeout=300)
             return subprocess.CompletedProcess(words, job.returncode, out, errors)
         finally:

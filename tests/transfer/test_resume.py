@@ -150,7 +150,7 @@ def test_what_is_kept_and_what_not(source: Path, tmp_path: Path) -> None:
     assert "nothing was left" in errors and list(tmp_path.iterdir()) == []
     errors = interrupt([*words, "--resume"], tmp_path, 0.3, signal.SIGINT)
     assert "the same command continues from there" in errors and len(journals(tmp_path)) == 1
-    interrupt([*words, "--resume"], tmp_path, 0.8, signal.SIGTERM)
+    interrupt([*words, "--resume"], tmp_path, 0.5, signal.SIGTERM)
     assert len(journals(tmp_path)) == 2 and not (tmp_path / "out").exists()
     done = ckpt([*words, "--resume"])
     assert "was there from an earlier attempt" in done.stdout

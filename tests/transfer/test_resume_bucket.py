@@ -114,9 +114,9 @@ def interrupt(
     """Starts a command and sends it, or one of the processes that it starts, a signal once so many
     bytes are there.
     """
-    return jobs.interrupt(
-        words, lambda: sum(parts(fs, bucket).values()) >= nbytes, number, member
-    ).stderr
+    done = jobs.interrupt(words, lambda: sum(parts(fs, bucket).values()) >= nbytes, number, member)
+    assert done.returncode, f"it ended before the signal came: {done.stdout}"
+    return done.stderr
 
 
 def resumed(words: Sequence[str]) -> dict[str, Any]:
