@@ -17,11 +17,11 @@ import argparse
 import os
 import statistics
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -59,15 +59,13 @@ def received() -> int:
     return int(line.split(":")[1].split()[0])
 
 
-def timed(call: Callable[[], object]) -> tuple[float, int]:
+def measured(work: Callable[[], object]) -> tuple[float, int]:
     """Returns the seconds from the first rank's start to the last one's end, and the bytes over
     loopback.
     """
-    dist.barrier()
-    before, began = received(), time.perf_counter()
-    call()
-    dist.barrier()
-    return time.perf_counter() - began, received() - before
+    before = received()
+    took = harness.seconds_of_ranks(work)
+    return took, received() - before
 
 
 def status(key: str) -> float:
@@ -88,33 +86,34 @@ def watch() -> float:
     return status("VmRSS")
 
 
+def chosen(args: argparse.Namespace, runs: dict[str, list[float]]) -> list[str]:
+    return [who for who in runs if args.only in ("", who)]
+
+
 def save(args: argparse.Namespace) -> None:
     values = state(args.gb, 0, 0)
     before = watch()
     runs: dict[str, list[float]] = {"ours": [], "dcp": []}
-    with CheckpointManager("s3://bench/ours", keep_last=1) as checkpoints:
-        for number in range(args.runs + 1):
-            for who in [
-                w
-                for w in (("ours", "dcp") if number % 2 else ("dcp", "ours"))
-                if args.only in ("", w)
-            ]:
-                if who == "ours":
-                    took = timed(
-                        lambda number=number: checkpoints.save(
-                            number, {"model": values}, asynchronous=False
-                        )
-                    )[0]
-                    checkpoints.wait()
-                else:
-                    writer = FsspecWriter(f"s3://bench/dcp/{number}", **options())
-                    took = timed(
-                        lambda writer=writer: dcp.save({"model": values}, storage_writer=writer)
-                    )[0]
-                    if dist.get_rank() == 0 and number:
-                        filesystem().rm(f"bench/dcp/{number}", recursive=True)
-                runs[who] += [took] if number else []
-                dist.barrier()
+    with CheckpointManager(f"s3://bench/{args.only}ours", keep_last=1) as checkpoints:
+        for number, (who, counts) in enumerate(harness.in_turn(chosen(args, runs), args.runs)):
+            if who == "ours":
+                took = harness.seconds_of_ranks(
+                    lambda number=number: checkpoints.save(
+                        number, {"model": values}, asynchronous=False
+                    )
+                )
+                checkpoints.wait()
+            else:
+                # the first one stays, for those who load
+                at = f"bench/dcp/{number if counts else 0}"
+                writer = FsspecWriter(f"s3://{at}", **options())
+                took = harness.seconds_of_ranks(
+                    lambda writer=writer: dcp.save({"model": values}, storage_writer=writer)
+                )
+                if dist.get_rank() == 0 and counts:
+                    filesystem().rm(at, recursive=True)
+            runs[who] += [took] if counts else []
+            dist.barrier()
     tell(args, f"save, {dist.get_world_size()} ranks", before, runs, {})
 
 
@@ -127,18 +126,17 @@ def load(args: argparse.Namespace) -> None:
     before = watch()
     runs: dict[str, list[float]] = {"ours": [], "s3fs": [], "dcp": []}
     fetched: dict[str, list[int]] = {who: [] for who in runs}
-    for number in range(args.runs + 1):
-        for who in [w for w in (runs if number % 2 else reversed(runs)) if args.only in ("", w)]:
-            if who != "dcp":
-                os.environ["CKPT_S3_CLIENT"] = "s3fs" if who == "s3fs" else ""
-                took, nbytes = timed(lambda: ckpt_tools.load("s3://bench/dcp/0", {"model": values}))
-            else:
-                reader = FsspecReader("s3://bench/dcp/0", **options())
-                took, nbytes = timed(
-                    lambda reader=reader: dcp.load({"model": values}, storage_reader=reader)
-                )
-            runs[who] += [took] if number else []
-            fetched[who].append(nbytes)
+    for who, counts in harness.in_turn(chosen(args, runs), args.runs):
+        if who != "dcp":
+            os.environ["CKPT_S3_CLIENT"] = "s3fs" if who == "s3fs" else ""
+            took, nbytes = measured(lambda: ckpt_tools.load("s3://bench/dcp/0", {"model": values}))
+        else:
+            reader = FsspecReader("s3://bench/dcp/0", **options())
+            took, nbytes = measured(
+                lambda reader=reader: dcp.load({"model": values}, storage_reader=reader)
+            )
+        runs[who] += [took] if counts else []
+        fetched[who].append(nbytes)
     there = "all of it on each" if args.mode == "replicas" else f"dim {args.dim}"
     tell(
         args, f"load, dim 0 of 4 ranks to {there} of {dist.get_world_size()}", before, runs, fetched
@@ -159,17 +157,9 @@ def tell(
     if args.only:
         print(f"| {what}: {args.only} | a rank takes {peak.item():.0f} MiB |", flush=True)
         return
-    base = statistics.median(runs["ours"])
-    for who, values in runs.items():
-        more = f"{statistics.median(fetched[who]) / 2 / args.gb / 1e9:.2f}" if fetched else ""
-        row = (
-            f"{what}: {who}",
-            f"{statistics.median(values):.2f}",
-            f"{min(values):.2f} – {max(values):.2f}",
-            f"{statistics.median(values) / base:.2f}×",
-            more,
-        )
-        print("| " + " | ".join(row) + " |", flush=True)
+    parts = {w: f"{statistics.median(n) / 2 / args.gb / 1e9:.2f}" for w, n in fetched.items()}
+    more = {"fetched / size": parts} if parts else {}
+    harness.show(what, runs, against="ours", more=more)
 
 
 def options() -> dict[str, Any]:
@@ -199,11 +189,6 @@ def main() -> None:
     args.dir.mkdir(parents=True, exist_ok=True)
     with servers.running("radosgw", args.dir) as server:
         server.bucket("bench")
-        print(
-            "| | median s | min – max s | against ours | fetched / size"
-            " |\n|---|---:|---:|---:|---:|",
-            flush=True,
-        )
         jobs = [(4, "save", 0, ""), (3, "load", 0, ""), (4, "load", 1, ""), (4, "replicas", 0, "")]
         jobs += [
             (n, mode, dim, who)

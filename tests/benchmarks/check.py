@@ -43,6 +43,7 @@ NOT_TRIED = {
     "check": "this script",
     "compare": "accelerate's environment",
     "formats": "DeepSpeed's environment",
+    "harness": "no script: the others use it",
     "hosts": "the trainers' environments",
     "memory": "minutes",
     "one_gpu": "a GPU",

@@ -15,6 +15,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import harness
 import torch
 
 import ckpt_tools
@@ -67,10 +68,7 @@ def main() -> None:
         f"{merged.stat().st_size / 1e9:.2f} GB, {result.store_nbytes / 1e9:.2f} GB cloned;", end=" "
     )
     print(f"{statistics.median(written) / 1e6:.3f} MB more in use after a merge")
-    for name, all_of in seconds.items():
-        print(
-            f"| {name} | {statistics.median(all_of):.2f} | {min(all_of):.2f} – {max(all_of):.2f} |"
-        )
+    harness.show("Merge on a disk that clones", seconds)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,12 @@ has accelerate installed.
 """
 
 import argparse
-import os
 import shutil
-import statistics
 import subprocess
 import sys
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
+
+import harness
 
 HERE = Path(__file__).parent
 PYTHON = sys.executable
@@ -33,12 +31,8 @@ INPUTS = {
 }
 
 
-@dataclass
-class Contender:
-    name: str
-    command: list[str]
-    seconds: list[float] = field(default_factory=list)
-    peak_mib: int = 0
+# a name, and the words of its command
+Contender = tuple[str, list[str]]
 
 
 def torchrun(num_ranks: int, *args: str) -> list[str]:
@@ -66,71 +60,24 @@ def remove(path: Path) -> None:
         shutil.rmtree(found) if found.is_dir() else found.unlink()
 
 
-def drop_caches(root: Path) -> None:
-    """Makes the page cache forget the inputs."""
-    os.sync()
-    for path in root.rglob("*"):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
-
-
-def settle(root: Path) -> None:
-    """Fills and frees page cache, so that no contender pays for memory that the one before gave
-    back to the machine.
-    """
-    path = root / "settle"
-    with path.open("wb") as file:
-        for _ in range(3000):
-            file.write(bytes(1 << 20))
-    path.unlink()
-
-
-def run(contender: Contender, out: Path, cold: Path | None) -> None:
-    settle(out.parent)
-    os.sync()
-    if cold:
-        drop_caches(cold)
-    began = time.perf_counter()
-    process = subprocess.Popen(
-        contender.command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    error = process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    contender.seconds.append(time.perf_counter() - began)
-    contender.peak_mib = max(contender.peak_mib, usage.ru_maxrss >> 10)
-    if status:
-        raise SystemExit(f"{contender.name} failed:\n{error.decode()}")
-
-
 def race(
     title: str, contenders: list[Contender], runs: int, out: Path, cold: Path | None = None
 ) -> None:
-    for number in range(runs + 1):  # the first round warms up and is not counted
-        turn = number % len(contenders)
-        for contender in contenders[turn:] + contenders[:turn]:
-            remove(out)
-            run(contender, out, cold)
-            if number == 0:
-                contender.seconds.clear()
-    remove(out)
-    ours = statistics.median(contenders[0].seconds)
-    print(
-        f"\n**{title}**\n\n| | median s | min – max s | against ours | peak MiB"
-        " |\n|---|---:|---:|---:|---:|"
+    def before() -> None:
+        remove(out)
+        harness.settle(out.parent)
+        if cold:
+            harness.drop_caches(cold)
+
+    harness.race(
+        title,
+        dict(contenders),
+        runs,
+        before=before,
+        against=contenders[0][0],
+        environment={"OMP_NUM_THREADS": "1"},
     )
-    for c in contenders:
-        median = statistics.median(c.seconds)
-        ratio = "1" if c is contenders[0] else f"{median / ours:.2f}×"
-        print(
-            f"| {c.name} | {median:.2f} | {min(c.seconds):.2f} – {max(c.seconds):.2f} | {ratio} |"
-            f" {c.peak_mib} |",
-            flush=True,
-        )
+    remove(out)
 
 
 class Bench:
@@ -151,22 +98,18 @@ class Bench:
         return path
 
     def merge_of(self, name: str, label: str = "`ckpt merge`") -> Contender:
-        return Contender(label, ckpt("merge", self.source(name), f"{self.out}.safetensors", "-q"))
+        return (label, ckpt("merge", self.source(name), f"{self.out}.safetensors", "-q"))
 
     def copy_of(self, name: str) -> Contender:
-        return Contender(
-            "copy of the same bytes, fsync", peer("copy", self.source(name), f"{self.out}.cp")
-        )
+        return ("copy of the same bytes, fsync", peer("copy", self.source(name), f"{self.out}.cp"))
 
     def torch_of(self, name: str) -> Contender:
-        return Contender(
-            "torch `dcp_to_torch_save`", peer("dcp", self.source(name), f"{self.out}.pt")
-        )
+        return ("torch `dcp_to_torch_save`", peer("dcp", self.source(name), f"{self.out}.pt"))
 
     def inspect(self) -> None:
         race(
             "inspect, 8 ranks, 624 tensors",
-            [Contender("`ckpt inspect`", ckpt("inspect", self.source("3gb-adamw")))],
+            [("`ckpt inspect`", ckpt("inspect", self.source("3gb-adamw")))],
             self.runs,
             self.out,
         )
@@ -177,7 +120,7 @@ class Bench:
             command = peer(
                 "accelerate", self.source("1gb"), f"{self.out}-acc", python=self.accelerate
             )
-            contenders.append(Contender("accelerate `merge_fsdp_weights`", command))
+            contenders.append(("accelerate `merge_fsdp_weights`", command))
         race(f"merge, 1 GB, 8 ranks{self.where}", contenders, self.runs, self.out)
 
     def large(self) -> None:
@@ -222,9 +165,9 @@ class Bench:
     def reshard(self, name: str = "1gb", title: str = "reshard 8 to 4, 1 GB, model only") -> None:
         src, out = self.source(name), self.out
         contenders = [
-            Contender("`ckpt reshard`", ckpt("reshard", src, f"{out}-r", "--to", 4, "-q")),
-            Contender("copy of the same bytes, fsync", peer("copy_tree", src, f"{out}-cp")),
-            Contender(
+            ("`ckpt reshard`", ckpt("reshard", src, f"{out}-r", "--to", 4, "-q")),
+            ("copy of the same bytes, fsync", peer("copy_tree", src, f"{out}-cp")),
+            (
                 "torchrun, `dcp.load`, `dcp.save`",
                 torchrun(4, str(HERE / "peers.py"), "reshard", str(src), f"{out}-stock"),
             ),

@@ -15,6 +15,7 @@ import statistics
 import time
 from pathlib import Path
 
+import harness
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -53,24 +54,22 @@ def measure(
         for c in CHOICES
     }
     times: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for number in range(rounds + 1):
-        order = CHOICES[number % 3 :] + CHOICES[: number % 3]
-        for choice, manager in ((c, managers[c]) for c in order):
-            for what, is_background in (("blocking", False), ("stall", True)):
-                dist.barrier()
-                began = time.perf_counter()
-                manager.save(2 * number + is_background, state, asynchronous=is_background)
-                spent = time.perf_counter() - began
-                manager.wait()
-                if number:
-                    compared = manager.last_save.timing["compare"]
-                    times.setdefault((what, choice), []).append((spent, compared))
+    for number, (choice, counts) in enumerate(harness.in_turn(CHOICES, rounds)):
+        manager = managers[choice]
+        for what, is_background in (("blocking", False), ("stall", True)):
+            dist.barrier()
+            began = time.perf_counter()
+            manager.save(2 * number + is_background, state, asynchronous=is_background)
+            spent = time.perf_counter() - began
+            manager.wait()
+            if counts:
+                compared = manager.last_save.timing["compare"]
+                times.setdefault((what, choice), []).append((spent, compared))
     for manager in managers.values():
         manager.close()
     found = {}
     for (what, choice), mine in times.items():
-        base = times[what, "trust"]
-        ratio = statistics.median(a / b for (a, _), (b, _) in zip(mine, base, strict=True))
+        ratio = harness.ratio([a for a, _ in mine], [b for b, _ in times[what, "trust"]])
         seconds, compared = (statistics.median(column) for column in zip(*mine, strict=True))
         found[f"{what} {choice}"] = (seconds, ratio, compared)
     return found

@@ -13,7 +13,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from compare import HERE, Contender, ckpt, race
+from compare import HERE, ckpt, race
 
 
 def main() -> None:
@@ -43,16 +43,16 @@ def main() -> None:
     race(
         "The fp32 weights of a ZeRO-3 checkpoint (0.3 of 0.9 GB)",
         [
-            Contender("`ckpt merge`", ckpt("merge", source, f"{out}.safetensors")),
-            Contender(
+            ("`ckpt merge`", ckpt("merge", source, f"{out}.safetensors")),
+            (
                 "`ckpt convert --to torch --model-only`",
                 ckpt("convert", source, f"{out}.pt", "--to", "torch", "--model-only"),
             ),
-            Contender(
+            (
                 "`zero_to_fp32.py --safe_serialization`",
                 [*theirs, str(out), "--safe_serialization"],
             ),
-            Contender("`zero_to_fp32.py`", [*theirs, str(out)]),
+            ("`zero_to_fp32.py`", [*theirs, str(out)]),
         ],
         args.runs,
         out,
@@ -60,11 +60,11 @@ def main() -> None:
     race(
         "All of it, weights and moments, as DCP for 4 ranks",
         [
-            Contender(
+            (
                 "`ckpt convert --to dcp --ranks 4`",
                 ckpt("convert", source, out, "--to", "dcp", "--ranks", "4"),
             ),
-            Contender("`cp -r`, then `sync`", ["sh", "-c", f"cp -r {source} {out} && sync"]),
+            ("`cp -r`, then `sync`", ["sh", "-c", f"cp -r {source} {out} && sync"]),
         ],
         args.runs,
         out,

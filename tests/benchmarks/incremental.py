@@ -15,6 +15,7 @@ import shutil
 import statistics
 from pathlib import Path
 
+import harness
 import torch
 from torch import nn
 
@@ -65,14 +66,13 @@ def main() -> None:
         "all trained, incremental=False": (False, True),
     }
     found: dict[str, list[SaveReport]] = {name: [] for name in modes}
-    for run in range(args.runs):
-        first = run % len(modes)  # the one before changes what the page cache holds
-        turns = [*modes.items()][first:] + [*modes.items()][:first]
-        for name, (incremental, trains_all) in turns:
-            model.requires_grad_(trains_all)
-            for parameter in model[-1].parameters():  # type: ignore[index]
-                parameter.requires_grad_(True)
-            found[name].append(measure(args.dir / "run", model, incremental, trains_all))
+    for name, counts in harness.in_turn(list(modes), args.runs):
+        incremental, trains_all = modes[name]
+        model.requires_grad_(trains_all)
+        for parameter in model[-1].parameters():  # type: ignore[index]
+            parameter.requires_grad_(True)
+        report = measure(args.dir / "run", model, incremental, trains_all)
+        found[name] += [report] if counts else []
     shutil.rmtree(args.dir / "run")
     print(f"{'':32}{'MB written':>12}{'seconds':>10}{'stall, ms':>12}")
     for name, reports in found.items():
@@ -80,13 +80,12 @@ def main() -> None:
         seconds = statistics.median(report.seconds for report in reports)
         stall = statistics.median(report.stall_s for report in reports) * 1e3
         print(f"{name:32}{written:12.1f}{seconds:10.3f}{stall:12.1f}")
-    ratios = [
-        b.seconds / a.seconds for a, b in zip(found["full"], found["1 % trained"], strict=True)
-    ]
-    print(f"1 % trained / full, seconds: median {statistics.median(ratios):.3f}")
-    pairs = zip(found["all trained, incremental=False"], found["all trained"], strict=True)
-    ratios = [(b.seconds + b.stall_s) / (a.seconds + a.stall_s) for a, b in pairs]
-    print(f"all trained, with the search / without: median {statistics.median(ratios):.3f}")
+    seconds_of = {name: [report.seconds for report in reports] for name, reports in found.items()}
+    both = {name: [r.seconds + r.stall_s for r in reports] for name, reports in found.items()}
+    part = harness.ratio(seconds_of["1 % trained"], seconds_of["full"])
+    print(f"1 % trained / full, seconds: median {part:.3f}")
+    part = harness.ratio(both["all trained"], both["all trained, incremental=False"])
+    print(f"all trained, with the search / without: median {part:.3f}")
 
 
 if __name__ == "__main__":

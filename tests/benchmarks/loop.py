@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import harness
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -115,11 +116,7 @@ def main() -> None:
                 f"{name:10} {statistics.median(values):10,.0f} tokens/s  "
                 f" {' '.join(f'{v:,.0f}' for v in values)}"
             )
-        ratios = [b / a for a, b in zip(rates["bare"], rates["training"], strict=True)]
-        print(
-            f"ratio      {statistics.median(ratios):10.3f}           "
-            f" {' '.join(f'{r:.3f}' for r in ratios)}"
-        )
+        print(f"ratio      {harness.ratio(rates['training'], rates['bare']):10.3f}")
     dist.destroy_process_group()
 
 

@@ -23,11 +23,9 @@ import argparse
 import math
 import os
 import shutil
-import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 
+import harness
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -115,15 +113,6 @@ def reference_load(state: dict[str, dict[str, torch.Tensor]], folder: Path) -> N
                 tensor.to_local().copy_(found[key][parameter])  # type: ignore[attr-defined]
 
 
-def timed(call: Callable[[], object]) -> float:
-    """Returns the seconds that the slowest rank took."""
-    dist.barrier()
-    began = time.perf_counter()
-    call()
-    dist.barrier()
-    return time.perf_counter() - began
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("dir", type=Path)
@@ -152,17 +141,17 @@ def main() -> None:
             folder = args.dir / name.replace(" ", "-")
             for what, call in (("write", save), ("read", load)):
                 drop()
-                seconds = timed(lambda call=call, folder=folder: call(state, folder))
+                seconds = harness.seconds_of_ranks(
+                    lambda call=call, folder=folder: call(state, folder)
+                )
                 if run:
                     times.setdefault(f"{what}, {name}", []).append(seconds)
             dist.barrier()
             if rank == 0:
                 shutil.rmtree(folder)
     if rank == 0:
-        print(f"{args.model}, scale {args.scale}: {nbytes / 1e9:.2f} GB on {mesh.size()} ranks")
-        for name, seconds in sorted(times.items()):
-            median = statistics.median(seconds)
-            print(f"{name:32} {median:7.2f} s {nbytes / 1e9 / median:7.2f} GB/s")
+        title = f"{args.model}, scale {args.scale}, {mesh.size()} ranks"
+        harness.show(title, dict(sorted(times.items())), nbytes=nbytes)
     dist.destroy_process_group()
 
 

@@ -11,23 +11,15 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
+import harness
 import torch
 import transformers
 
 import ckpt_tools
 
-MEASURE = """
-import resource, subprocess, sys
-subprocess.run(sys.argv[1:], check=True)
-print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
-"""
 PEER = """
 import sys, transformers
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
@@ -66,21 +58,6 @@ def make(folder: Path, layers: int, ranks: int, is_tiny: bool) -> tuple[Path, Pa
     return folder / "step", folder / "base", folder / "peer"
 
 
-def measured(words: Sequence[str | Path]) -> tuple[float, float]:
-    """Returns seconds, and the peak memory of a command in MiB.
-
-    A process of its own measures: a child has the peak of its parent.
-    """
-    began = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *map(str, words)],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return time.perf_counter() - began, int(done.stdout.split()[-1]) / 1024
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("dir", type=Path)
@@ -98,7 +75,7 @@ def main() -> None:
         "to the Hub's names": [*ckpt, step, out, "--to", "hf"],
         "back to those of memory": [
             *ckpt,
-            out,
+            peer,
             back,
             "--to",
             "dcp",
@@ -117,19 +94,14 @@ def main() -> None:
             peer,
             args.dir / "saved",
         ]
-    rows: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
-    for _ in range(args.runs):
+
+    def before() -> None:
         for name in ("out", "back", "cp", "saved"):
             shutil.rmtree(args.dir / name, ignore_errors=True)
-        for name, words in commands.items():
-            os.sync()
-            rows[name].append(measured(words))
+        os.sync()
+
     nbytes = sum(path.stat().st_size for path in step.iterdir())
-    print(f"{nbytes / 1e9:.2f} GB")
-    print("| work | s | MiB |\n|---|---:|---:|")
-    for name, found in rows.items():
-        seconds, memory = zip(*found, strict=True)
-        print(f"| {name} | {statistics.median(seconds):.2f} | {statistics.median(memory):.0f} |")
+    harness.race(f"{nbytes / 1e9:.2f} GB", commands, args.runs, before=before)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,12 @@ import argparse
 import importlib.util
 import os
 import shutil
-import statistics
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 import safetensors.numpy
 import torch
@@ -109,21 +108,15 @@ def main() -> None:
             str(folder / "peer"), str(folder / "base"), str(root), 1
         )
     seconds: dict[str, list[float]] = {name: [] for name in work}
-    for _ in range(args.runs):
+    for _ in range(args.runs):  # in this order: a version must be there before it is pulled
         for name, action in work.items():
             if name.startswith("publish"):
                 shutil.rmtree(root, ignore_errors=True)
             for path in (local, folder / "peer"):
                 shutil.rmtree(path, ignore_errors=True)
-            began = time.perf_counter()
-            action()
-            seconds[name].append(time.perf_counter() - began)
-    print(f"{nbytes / 1e9:.2f} GB, {args.part:.1%} of the elements changed")
-    print("| | median s | min – max s | GB/s |\n|---|---:|---:|---:|")
-    for name, found in seconds.items():
-        median = statistics.median(found)
-        span = f"{min(found):.2f} – {max(found):.2f}"
-        print(f"| {name} | {median:.2f} | {span} | {nbytes / 1e9 / median:.2f} |")
+            seconds[name].append(harness.seconds(action))
+    title = f"{nbytes / 1e9:.2f} GB, {args.part:.1%} of the elements changed"
+    harness.show(title, seconds, nbytes=nbytes)
     for name, count in written.items():
         print(f"{name}: {count / 1e6:.1f} MB, {count / nbytes:.1%} of the model")
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
+
+import harness
 
 from tests.jobs import torchrun_command
 from tests.servers import servers
@@ -84,27 +84,12 @@ def main() -> None:
                 "4",
             ],
         }
-        times: dict[str, list[float]] = {name: [] for name in commands}
-        peaks: dict[str, float] = {}
-        for number in range(args.runs + 1):
-            order = list(commands)
-            for name in order[number % len(order) :] + order[: number % len(order)]:
-                began = time.perf_counter()
-                process = subprocess.Popen(commands[name], env=os.environ | server.environment)
-                _, status, usage = os.wait4(process.pid, 0)
-                assert status == 0, name
-                if number:
-                    times[name].append(time.perf_counter() - began)
-                    peaks[name] = usage.ru_maxrss / 1024
-    base = min(
-        statistics.median(values) for name, values in times.items() if name.startswith("boto3")
-    )
-    print("| | median s | min – max s | against boto3 | peak MiB |\n|---|---:|---:|---:|---:|")
-    for name, values in times.items():
-        median = statistics.median(values)
-        print(
-            f"| {name} | {median:.2f} | {min(values):.2f} – {max(values):.2f} |"
-            f" {median / base:.2f}× | {peaks[name]:.0f} |"
+        harness.race(
+            f"{args.gb:g} GB from S3",
+            commands,
+            args.runs,
+            against="boto3 download, 10 threads",
+            environment=server.environment,
         )
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
 
+import harness
 import torch
 
 import ckpt_tools
@@ -36,26 +35,8 @@ save_file({n: (t / len(sys.argv[2:])).float() for n, t in total.items()}, sys.ar
 """
 
 
-def timed(*words: object) -> tuple[float, float]:
-    """Returns seconds, and the peak of resident memory in MiB, of a command."""
-    began = time.perf_counter()
-    script = (
-        "import resource,subprocess,sys;"
-        "done=subprocess.run(sys.argv[1:],stdout=subprocess.DEVNULL);"
-        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss);sys.exit(done.returncode)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, words)], capture_output=True, text=True
-    )
-    took = time.perf_counter() - began
-    assert done.returncode == 0, done.stderr
-    return took, int(done.stdout.split()[-1]) / 1024
-
-
 def shell(line: str) -> float:
-    began = time.perf_counter()
-    subprocess.run(["sh", "-c", line], check=True)
-    return time.perf_counter() - began
+    return harness.command(["sh", "-c", line])[0]
 
 
 def show(name: str, seconds: list[float], mib: float = 0.0, more: str = "") -> float:
@@ -75,7 +56,7 @@ def stats(work: Path) -> None:
     ckpt_tools.save(work / "one", {"model": model(4 << 30, 0)})
     seconds, mib = [], 0.0
     for _ in range(ROUNDS):
-        took, used = timed(*CKPT, "stats", work / "one", "--quiet")
+        took, used = harness.command([*CKPT, "stats", work / "one", "--quiet"])
         seconds.append(took)
         mib = max(mib, used)
     median = show("ckpt stats, 4.3 GB", seconds, mib)
@@ -93,7 +74,7 @@ def average(work: Path) -> None:
     out = work / "mean.safetensors"
     ours, base, mib = [], [], 0.0
     for _ in range(ROUNDS):
-        took, used = timed(*CKPT, "average", *paths, out, "--quiet", "--overwrite")
+        took, used = harness.command([*CKPT, "average", *paths, out, "--quiet", "--overwrite"])
         ours.append(took)
         mib = max(mib, used)
         reads = " ".join(f"{p}/*.distcp" for p in paths)
@@ -101,7 +82,9 @@ def average(work: Path) -> None:
     mine = show("ckpt average, 8 x 1 GB from 8 ranks", ours, mib)
     theirs = show("cat of the inputs, cp of the output", base)
     print(f"{'':44} {mine / theirs:7.2f} times")
-    took, used = timed(sys.executable, "-c", TORCH_MEAN, work / "torch.safetensors", *paths)
+    took, used = harness.command(
+        [sys.executable, "-c", TORCH_MEAN, work / "torch.safetensors", *paths]
+    )
     show("a torch script, once", [took], used)
     for path in (*paths, out):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -120,7 +103,7 @@ def thin(work: Path) -> None:
         with CheckpointManager(work / "run", keep_last=None) as checkpoints:
             checkpoints.save(1, {"model": weights, "optimizer": moments}, asynchronous=False)
             checkpoints.save(2, {"model": {"x": torch.ones(2)}}, asynchronous=False)
-        took, used = timed(*CKPT, "thin", work / "run", "--keep-full", 1, "--quiet")
+        took, used = harness.command([*CKPT, "thin", work / "run", "--keep-full", 1, "--quiet"])
         ours.append(took)
         mib = max(mib, used)
         data = work / "run" / "step-00000001" / "__0_0.distcp"
@@ -140,7 +123,9 @@ def report(work: Path) -> None:
     seconds, mib = [], 0.0
     page = work / "page.html"
     for _ in range(ROUNDS):
-        took, used = timed(*CKPT, "report", work / "run", "-o", page, "--overwrite", "--quiet")
+        took, used = harness.command(
+            [*CKPT, "report", work / "run", "-o", page, "--overwrite", "--quiet"]
+        )
         seconds.append(took)
         mib = max(mib, used)
     more = f", {page.stat().st_size / 1e6:.2f} MB"

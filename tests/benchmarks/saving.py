@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import harness
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -50,7 +51,6 @@ except ImportError:
     tc = None
 
 IS_CUDA = device.NAME == "cuda"
-SETTLE_MIB = int(os.environ.get("SETTLE_MIB", "6000"))
 Times = dict[str, list[float]]
 
 
@@ -83,36 +83,15 @@ def build(gb: float, hidden: int, placement: Shard) -> nn.Module:
     return model
 
 
-def timed(call: Callable[[], object]) -> float:
-    """From the first rank's beginning to the last one's end: with more ranks than cores, they
-    neither begin nor end together.
-    """
-    if IS_CUDA:
-        torch.cuda.synchronize()
-    dist.barrier()
-    began = time.monotonic()
-    call()
-    span = torch.tensor([-began, time.monotonic()], dtype=torch.float64, device="cpu")
-    dist.all_reduce(span, dist.ReduceOp.MAX)
-    return span.sum().item()
-
-
-def settle(folder: Path) -> None:
-    """Removes what was written, lets the disk come to rest, and frees as much page cache as the
-    next one fills.
-
-    A virtual machine pays for memory that it gave back to its host, and so would whoever writes
-    after a large removal.
-    """
+def settle(folder: Path, cold: Path | None) -> None:
+    """Removes what was written, and frees as much page cache as the next one fills."""
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
-        with (folder.parent / "settle").open("wb") as file:
-            for _ in range(SETTLE_MIB):
-                file.write(bytes(1 << 20))
-        (folder.parent / "settle").unlink()
+        harness.settle(folder.parent, 6000)
         folder.mkdir()
-        os.sync()
+        if cold is not None:
+            harness.drop_caches(cold)
     dist.barrier()
 
 
@@ -124,48 +103,21 @@ def fsync_all(folder: Path) -> None:
             os.close(fd)
 
 
-def forget(source: Path | None) -> None:
-    """Makes the page cache forget a checkpoint."""
-    if source is not None and dist.get_rank() == 0:
-        for path in source.iterdir():
-            fd = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
-    dist.barrier()
-
-
 def rounds(
     contenders: dict[str, Callable[[], float]], runs: int, folder: Path, cold: Path | None = None
 ) -> Times:
-    """Runs all in turn, another one first in every round; the first round warms up and is not
-    counted.
-    """
     times: Times = {name: [] for name in contenders}
-    names = list(contenders)
-    for number in range(runs + 1):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            settle(folder)
-            forget(cold)
-            took = contenders[name]()
-            if number:
-                times[name].append(took)
+    for name, counts in harness.in_turn(list(contenders), runs):
+        settle(folder, cold)
+        took = contenders[name]()
+        if counts:
+            times[name].append(took)
     return times
 
 
 def show(title: str, times: Times, base: str, nbytes: int) -> None:
-    if dist.get_rank():
-        return
-    print(
-        f"\n{title}\n\n| | median s | min–max | GB/s | against {base} |\n|---|---:|---:|---:|---:|"
-    )
-    reference = statistics.median(times[base])
-    for name, values in times.items():
-        median = statistics.median(values)
-        print(
-            f"| {name} | {median:.3f} | {min(values):.3f}–{max(values):.3f} |"
-            f" {nbytes / median / 1e9:.2f} | {median / reference:.2f} |",
-            flush=True,
-        )
+    if not dist.get_rank():
+        harness.show(title, times, against=base, nbytes=nbytes)
 
 
 # ---- contenders ----------------------------------------------------------------------------------
@@ -201,7 +153,7 @@ def raw_write(folder: Path, shards: list[torch.Tensor], hosts: list[torch.Tensor
         os.fsync(fd)
         os.close(fd)
 
-    return timed(call)
+    return harness.seconds_of_ranks(call)
 
 
 def peer_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -219,11 +171,13 @@ def sync_saves(
 
     def ours() -> float:
         number[0] += 1
-        return timed(lambda: manager.save(number[0], {"model": model}, asynchronous=False))
+        return harness.seconds_of_ranks(
+            lambda: manager.save(number[0], {"model": model}, asynchronous=False)
+        )
 
     def stock(threads: int) -> Callable[[], float]:
         def call() -> float:
-            return timed(
+            return harness.seconds_of_ranks(
                 lambda: dcp.save(
                     {"model": peer_state(model)},
                     storage_writer=FileSystemWriter(folder / "dcp", thread_count=threads),
@@ -253,8 +207,8 @@ def sync_saves(
             fsync_all(folder / "tc") if dist.get_rank() == 0 else None
 
         found |= {
-            "torch_checkpointing, not durable": lambda: timed(meta),
-            "torch_checkpointing, then fsync": lambda: timed(meta_durable),
+            "torch_checkpointing, not durable": lambda: harness.seconds_of_ranks(meta),
+            "torch_checkpointing, then fsync": lambda: harness.seconds_of_ranks(meta_durable),
         }
     return found
 
@@ -272,7 +226,9 @@ def stalls(
     def ours(chosen: CheckpointManager) -> Callable[[], float]:
         def call() -> float:
             number[0] += 1
-            took = timed(lambda: chosen.save(number[0], {"model": model, "optimizer": optimizer}))
+            took = harness.seconds_of_ranks(
+                lambda: chosen.save(number[0], {"model": model, "optimizer": optimizer})
+            )
             chosen.wait()
             return took
 
@@ -289,7 +245,7 @@ def stalls(
             if is_pinned:  # and copied before it returns; `async_save` closes it, so it serves once
                 how["async_stager"] = DefaultStager(StagingOptions(True, False, False, True))
             state = {"model": peer_state(model)}
-            took = timed(
+            took = harness.seconds_of_ranks(
                 lambda: futures.append(dcp.async_save(state, checkpoint_id=folder / "dcp", **how))
             )
             done = futures[0]
@@ -299,7 +255,7 @@ def stalls(
         return call
 
     found = {
-        "memory copy": lambda: timed(lambda: copy_all(parameters, buffers)),
+        "memory copy": lambda: harness.seconds_of_ranks(lambda: copy_all(parameters, buffers)),
         "CheckpointManager": ours(manager),
         "the same with overlap_copy": ours(late),
     }
@@ -319,7 +275,7 @@ def stalls(
 
         def meta() -> float:
             futures = []
-            took = timed(
+            took = harness.seconds_of_ranks(
                 lambda: futures.append(saver.save(str(folder / "tc"), {"model": peer_state(model)}))
             )
             futures[0].result()
@@ -366,9 +322,11 @@ def loads(
         dcp.load({"model": peer_state(model)}, checkpoint_id=source)
 
     return {
-        "raw: preadv": lambda: timed(raw),
-        "CheckpointManager": lambda: timed(lambda: manager.resume({"model": model}, path=source)),
-        "dcp.load": lambda: timed(stock),
+        "raw: preadv": lambda: harness.seconds_of_ranks(raw),
+        "CheckpointManager": lambda: harness.seconds_of_ranks(
+            lambda: manager.resume({"model": model}, path=source)
+        ),
+        "dcp.load": lambda: harness.seconds_of_ranks(stock),
     }
 
 
@@ -449,10 +407,12 @@ def replicas(root: Path, gb: float, runs: int) -> None:
         source = root / "all" / "step-00000001"
         for title, cold in (("warm page cache", None), ("cold", source)):
             contenders = {
-                "all ranks read": lambda: timed(
+                "all ranks read": lambda: harness.seconds_of_ranks(
                     lambda: everybody.resume({"model": model}, path=source)
                 ),
-                "read_once": lambda: timed(lambda: once.resume({"model": model}, path=source)),
+                "read_once": lambda: harness.seconds_of_ranks(
+                    lambda: once.resume({"model": model}, path=source)
+                ),
             }
             times = rounds(contenders, runs, root / "out", cold)
             show(

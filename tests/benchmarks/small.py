@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import harness
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
@@ -29,12 +30,9 @@ VERBS = ("latest", "ls", "check", "prune --keep-last 3 --dry-run")
 
 def show(name: str, work: Callable[[int], object], runs: int) -> None:
     """Prints the median time of a piece of work, which gets the number of the run."""
-    seconds = []
-    for number in range(runs):
-        began = time.perf_counter()
-        work(number)
-        seconds.append(time.perf_counter() - began)
-    median = statistics.median(seconds)
+    median = statistics.median(
+        harness.seconds(lambda number=number: work(number)) for number in range(runs)
+    )
     print(f"{name:<44} {median * 1e6:>9,.0f} µs", flush=True)
 
 

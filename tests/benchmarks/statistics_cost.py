@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 
+import harness
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -53,12 +54,11 @@ def main() -> None:
     if dist.get_rank() == 0:
         for in_background in (False, True):
             plain, measured = (seconds[in_background, measures] for measures in (False, True))
-            ratios = [b / a for a, b in zip(plain, measured, strict=True)]
             name = "stall in the background" if in_background else "blocking save"
             print(
                 f"{name:24} {statistics.median(plain):.3f} s, with statistics"
                 f" {statistics.median(measured):.3f} s, median of the ratios"
-                f" {statistics.median(ratios):.3f}"
+                f" {harness.ratio(measured, plain):.3f}"
             )
     dist.destroy_process_group()
 

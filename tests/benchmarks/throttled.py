@@ -19,6 +19,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import harness
 import torch
 from safetensors.torch import save_file
 
@@ -91,14 +92,16 @@ def main() -> None:
         server.terminate()
         server.wait()
     assert ckpt_tools.diff(at / "src", at / "out.safetensors").is_same
-    print("| processes | median s | min - max s | MB/s | of linear |\n|---:|---:|---:|---:|---:|")
     one = statistics.median(seconds[1])
-    for size, found in seconds.items():
-        median = statistics.median(found)
-        print(
-            f"| {size} | {median:.1f} | {min(found):.1f} - {max(found):.1f} |"
-            f" {asked.gb * 1000 / median:.0f} | {one / median / size:.2f} |"
-        )
+    linear = {
+        str(size): f"{one / statistics.median(found) / size:.2f}" for size, found in seconds.items()
+    }
+    harness.show(
+        f"{asked.gb:g} GB over HTTP, {asked.rate} MB/s a connection, by the number of processes",
+        {str(size): found for size, found in seconds.items()},
+        nbytes=asked.gb * 1e9,
+        more={"of linear": linear},
+    )
     shutil.rmtree(at)
 
 

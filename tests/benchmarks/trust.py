@@ -9,13 +9,11 @@ and its reshard to 4 ranks, beside stock torch.
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
 import subprocess
-import time
 from pathlib import Path
 
-from compare import HERE, PYTHON, Contender, ckpt, drop_caches, torchrun
+import harness
+from compare import HERE, PYTHON, Contender, ckpt, torchrun
 
 STOCK = """
 import sys, torch, torch.distributed.checkpoint as dcp
@@ -51,51 +49,31 @@ def main() -> None:
         subprocess.run(ckpt("seal", sealed), check=True, capture_output=True)
         subprocess.run(ckpt("reshard", sealed, other, "--to", 4), check=True, capture_output=True)
     proving = [
-        Contender("`ckpt verify`, sealed", ckpt("verify", sealed)),
-        Contender("`ckpt verify`, as stock torch wrote it", ckpt("verify", stock)),
-        Contender("`cat` to `/dev/null`", ["sh", "-c", f"cat {sealed}/*.distcp > /dev/null"]),
-        Contender("`sha256sum`", ["sh", "-c", f"sha256sum {sealed}/*.distcp"]),
+        ("`ckpt verify`, sealed", ckpt("verify", sealed)),
+        ("`ckpt verify`, as stock torch wrote it", ckpt("verify", stock)),
+        ("`cat` to `/dev/null`", ["sh", "-c", f"cat {sealed}/*.distcp > /dev/null"]),
+        ("`sha256sum`", ["sh", "-c", f"sha256sum {sealed}/*.distcp"]),
     ]
-    measure(f"Proving {args.gb:g} GB, warm page cache", proving, args.runs, None)
+    measure(f"Proving {args.gb:g} GB, warm page cache", proving, args.runs)
     measure(f"Proving {args.gb:g} GB, cold page cache", proving[:3], args.runs, args.dir)
     comparing = [
-        Contender("`ckpt diff`, by fingerprint", ckpt("diff", sealed, other)),
-        Contender("`ckpt diff --read-all`", ckpt("diff", sealed, other, "--read-all")),
-        Contender(
-            "stock torch: load both, `torch.equal`", [PYTHON, "-c", STOCK, str(sealed), str(other)]
-        ),
+        ("`ckpt diff`, by fingerprint", ckpt("diff", sealed, other)),
+        ("`ckpt diff --read-all`", ckpt("diff", sealed, other, "--read-all")),
+        ("stock torch: load both, `torch.equal`", [PYTHON, "-c", STOCK, str(sealed), str(other)]),
     ]
     measure(
         f"Comparing {args.gb:g} GB of 8 ranks with its reshard to 4, warm page cache",
         comparing,
         args.runs,
-        None,
     )
 
 
-def measure(title: str, contenders: list[Contender], runs: int, cold: Path | None) -> None:
-    """Times whole processes, those of one contender in a row, after one that warms up: nothing is
-    written, and memory holds one input.
-    """
-    print(f"\n**{title}**\n\n| | median s | min – max s | peak MiB |\n|---|---:|---:|---:|")
-    for contender in contenders:
-        contender.seconds.clear()
-        for number in range(runs + 1):
-            if cold:
-                drop_caches(cold)
-            process = subprocess.Popen(contender.command, stdout=subprocess.DEVNULL)
-            began = time.perf_counter()
-            _, status, usage = os.wait4(process.pid, 0)
-            if status:
-                raise SystemExit(f"{contender.name} failed")
-            contender.seconds += [time.perf_counter() - began] if number else []
-            contender.peak_mib = max(contender.peak_mib, usage.ru_maxrss >> 10)
-        found = contender.seconds
-        print(
-            f"| {contender.name} | {statistics.median(found):.2f} | {min(found):.2f} –"
-            f" {max(found):.2f} | {contender.peak_mib} |",
-            flush=True,
-        )
+def measure(title: str, contenders: list[Contender], runs: int, cold: Path | None = None) -> None:
+    def before() -> None:
+        if cold:
+            harness.drop_caches(cold)
+
+    harness.race(title, dict(contenders), runs, before=before)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+
+import harness
 
 import ckpt_tools
 from ckpt_tools.publish.manifest import parse_manifest
@@ -84,27 +85,21 @@ def main() -> None:
             ],
         }
         times: dict[str, list[float]] = {name: [] for name in commands}
-        told: dict[str, dict[str, int]] = {}
-        for _ in range(args.runs):
+        passed: dict[str, str] = {}
+
+        def told(words: list[str]) -> dict[str, int]:
+            call = [sys.executable, "-m", "ckpt_tools", *words, "--json"]
+            environment = os.environ | server.environment
+            done = subprocess.run(call, check=True, stdout=subprocess.PIPE, env=environment)
+            return dict(json.loads(done.stdout))
+
+        for _ in range(args.runs):  # in this order: some overwrite what others have read
             for name, words in commands.items():
                 began = time.perf_counter()
-                call = [sys.executable, "-m", "ckpt_tools", *words, "--json"]
-                told[name] = json.loads(
-                    subprocess.run(
-                        call,
-                        check=True,
-                        stdout=subprocess.PIPE,
-                        env=os.environ | server.environment,
-                    ).stdout
-                )
+                result = told(words)
                 times[name].append(time.perf_counter() - began)
-    print("| | median s | min – max s | through the client |\n|---|---:|---:|---:|")
-    for name, values in times.items():
-        passed = 1 - told[name]["store_nbytes"] / told[name]["written_nbytes"]
-        print(
-            f"| {name} | {statistics.median(values):.2f} | {min(values):.2f} – {max(values):.2f} |"
-            f" {passed:.2%} |"
-        )
+                passed[name] = f"{1 - result['store_nbytes'] / result['written_nbytes']:.2%}"
+    harness.show("Within one S3", times, more={"through the client": passed})
 
 
 if __name__ == "__main__":
