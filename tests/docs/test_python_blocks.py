@@ -201,7 +201,13 @@ def pieces(page: str) -> Iterator[tuple[str, str, str]]:
             yield before, line, after
 
 
-@pytest.mark.parametrize("page", BLOCKS)
+# of many blocks, each a process of its own
+LONG_PAGES = ("docs/convert.md", "docs/saving.md")
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=[pytest.mark.slow] * (p in LONG_PAGES)) for p in BLOCKS]
+)
 def test_a_block_runs_as_it_is_printed(page: str, bucket: Server, tmp_path: Path) -> None:
     for number, (before, text, after) in enumerate(pieces(page)):
         store = bucket.bucket("bucket")

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.jobs import ROOT
 
 
+@pytest.mark.slow
 def test_a_users_script_is_clean_and_a_wrong_one_is_not(tmp_path: Path) -> None:
     script = (ROOT / "tests" / "docs" / "user_code.py").read_text()
     (tmp_path / "right.py").write_text(script)

@@ -32,6 +32,7 @@ from tests import jobs
 from tests.command import run_command
 from tests.conftest import torchrun
 from tests.jobs import QUICK_STRACE
+from tests.loop.outages import Impatient
 from tests.servers.buckets import names, until
 from tests.servers.faults import answering
 from tests.servers.servers import Server
@@ -388,7 +389,8 @@ def test_an_outage_during_the_copy_is_none_of_the_store_s_abilities(server: Serv
         return answer if "x-amz-copy-source" in request.headers else ""
 
     with answering(server.endpoint, when) as (url, refused):
-        options = server.options | {"endpoint_url": url}
+        # a client's own patience would take minutes
+        options = Impatient(server.name, server.endpoint).options | {"endpoint_url": url}
         where = "s3://frozen/outage"
         job = Job(where, storage_options=options, asynchronous=False, outages=Outages(retry_s=0))
         with job.checkpoints:

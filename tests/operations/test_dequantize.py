@@ -397,6 +397,7 @@ def test_a_key_map_that_moves_rows_is_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["config.json", "hf_quant_config.json"])
 def test_transformers_loads_the_result_and_its_config_is_a_plain_one(
     where: str, tmp_path: Path

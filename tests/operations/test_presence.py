@@ -54,6 +54,7 @@ def weights(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
     return load_file(folder / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_what_transformers_writes_and_holds_is_complete(
     model: Any, weights: dict[str, torch.Tensor], base: Path, tmp_path: Path, ckpt: Run
 ) -> None:
@@ -150,6 +151,7 @@ def test_another_model_and_no_config_are_refused(base: Path, tmp_path: Path, ckp
     assert done.returncode == 13 and "config.json" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_a_body_and_a_wrapper_are_compared_under_their_prefix(
     weights: dict[str, torch.Tensor], base: Path, tmp_path: Path
 ) -> None:
@@ -165,6 +167,7 @@ def test_a_body_and_a_wrapper_are_compared_under_their_prefix(
     assert ckpt_tools.check_run(tmp_path / "run", base=base) == []
 
 
+@pytest.mark.slow
 def test_steps_without_a_manifest_are_compared_and_a_wrong_directory_is_refused(
     model: Any, base: Path, tmp_path: Path, ckpt: Run
 ) -> None:

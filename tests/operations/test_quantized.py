@@ -414,6 +414,7 @@ def test_nan_in_scales_and_in_codes_of_fp8_is_told(
         assert told["not_finite"] == [ROOT + name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "method", "other"), [((16, 64), "gptq", "awq"), ((128, 8), "awq", "gptq")]
 )

@@ -179,6 +179,7 @@ def test_a_note_of_the_host_has_a_bound(tmp_path: Path) -> None:
     assert noted_by_host(LocalStore(tmp_path)) == {}
 
 
+@pytest.mark.slow
 def test_many_manifests_take_no_more_memory_than_two(tmp_path: Path) -> None:
     src = stock(tmp_path / "src")
     ckpt_tools.seal(src)

@@ -50,7 +50,9 @@ class _Budget:
         Raises:
             UnsafePickleError: the calls were given more than twice what the pickle holds.
         """
-        self._left -= sum(len(arg) for arg in args if isinstance(arg, _SIZED))
+        for arg in args:
+            if isinstance(arg, _SIZED):
+                self._left -= len(arg)
         if self._left < 0:
             raise UnsafePickleError(
                 f"refused a pickle: its calls copy more than it holds ({self._where})"
