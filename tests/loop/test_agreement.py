@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ckpt_tools.core.box import Box
 from ckpt_tools.errors import CheckpointError, PlanError
 from ckpt_tools.formats.dcp.metadata import ItemLocation, parse_metadata
 from ckpt_tools.loop.saving.agreement import MetadataHead, WriteTask, assign
-from ckpt_tools.loop.saving.description import RankNames, describe_names
+from ckpt_tools.loop.saving.description import JobNames, RankNames, describe_names
 from ckpt_tools.loop.state.shard_info import ReplicaKind, ShardInfo
 from tests.jobs import ROOT
 from tests.loop.plain_agreement import agreed
@@ -140,7 +141,8 @@ def test_the_same_is_agreed_as_on_objects(ranks: int) -> None:
             spoil(dice, names)
         differ = dice.random() < 0.5
         expected = outcome(agreed, names, differ)
-        got = outcome(assign, [describe_names(one) for one in names], differ)
+        told = [describe_names(one) for one in names]
+        got = outcome(partial(assign, own=names[0] if seed % 2 else None), told, differ)
         assert got == expected, seed
         refused += isinstance(expected[0], type)
     assert refused > 2
@@ -159,6 +161,13 @@ def test_equal_names_are_described_by_equal_bytes() -> None:
         *names[1:],
     )
     assert describe_names(copied) == describe_names(names)
+
+
+def test_rank_0_keeps_no_second_copy_of_its_names() -> None:
+    names = job(random.Random(1), 2)
+    read = JobNames([describe_names(one) for one in names], names[0])
+    own = {id(word) for fqn, path in names[0].paths.items() for word in (fqn, *path)}
+    assert {id(fqn) for fqn, _ in read.groups[0].common.paths} <= own and own
 
 
 def names_of(

@@ -90,12 +90,14 @@ def agree(
         if group.rank == 0:
             told = [one for one in gathered if one is not None]
             if len(told) == len(gathered):
-                tasks, head = assign(told, names_differ)
+                tasks, head = assign(told, names_differ, names)
     return group.scatter(tasks, _WHAT), head
 
 
 def assign(
-    gathered: Sequence[RankDescription], names_differ: bool = False
+    gathered: Sequence[RankDescription],
+    names_differ: bool = False,
+    own: RankNames | None = None,
 ) -> tuple[list[WriteTask], MetadataHead]:
     """Decides which rank writes which shard.
 
@@ -105,6 +107,7 @@ def assign(
     Args:
         gathered: the descriptions of all ranks.
         names_differ: ranks may have tensors that other ranks lack.
+        own: the names of this rank.
 
     Returns:
         The task of each rank, and the metadata that rank 0 needs to commit.
@@ -112,7 +115,7 @@ def assign(
     Raises:
         PlanError, CatalogError: ranks disagree about a tensor, or the shards do not cover it.
     """
-    job = JobNames(gathered)
+    job = JobNames(gathered, own)
     job.check_values()
     job.check_objects(gathered)
     if not names_differ:

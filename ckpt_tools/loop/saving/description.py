@@ -10,7 +10,8 @@ import marshal
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -118,6 +119,22 @@ def describe_names(names: RankNames) -> RankDescription:
     )
 
 
+def _common(data: bytes, known: dict[Any, Any]) -> CommonNames:
+    """Returns the common part of a description, with one object for equal names and shapes.
+
+    `known` has those that exist already, by themselves.
+    """
+    read = CommonNames(*marshal.loads(zlib.decompress(data)))  # noqa: S302  # from this job
+    one = known.setdefault
+    return read._replace(
+        fqns=tuple(map(one, read.fqns, read.fqns)),
+        dtypes=tuple(map(one, read.dtypes, read.dtypes)),
+        shapes=tuple(map(one, read.shapes, read.shapes)),
+        aliases=tuple(map(one, read.aliases, read.aliases)),
+        paths=tuple((one(fqn, fqn), tuple(map(one, path, path))) for fqn, path in read.paths),
+    )
+
+
 def _keys(path: Sequence[str | int]) -> tuple[str | int, ...]:
     # of a subclass of str, such as a member of an enum, its text
     return tuple(str.__str__(key) if isinstance(key, str) else int(key) for key in path)
@@ -135,17 +152,23 @@ class RankGroup:
 class JobNames:
     """The names of all ranks."""
 
-    def __init__(self, gathered: Sequence[RankDescription]) -> None:
+    def __init__(self, gathered: Sequence[RankDescription], own: RankNames | None = None) -> None:
         """Reads each different common part once.
+
+        Args:
+            gathered: the descriptions of all ranks.
+            own: the names of this rank, which need no second copy.
 
         Raises:
             PlanError: two ranks give a tensor different types or shapes.
         """
         found: dict[bytes, RankGroup] = {}
+        paths = {} if own is None else own.paths
+        words = chain.from_iterable((fqn, *path) for fqn, path in paths.items())
+        own_words: dict[Any, Any] = {word: word for word in words if type(word) is str}
         for rank, one in enumerate(gathered):
             if one.common not in found:
-                common = CommonNames(*marshal.loads(zlib.decompress(one.common)))  # noqa: S302  # from this job
-                found[one.common] = RankGroup(common, rank, rank)
+                found[one.common] = RankGroup(_common(one.common, own_words), rank, rank)
             found[one.common].last = rank
         self.groups = [*found.values()]
         number = {common: at for at, common in enumerate(found)}
