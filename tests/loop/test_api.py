@@ -250,3 +250,13 @@ def test_an_opened_tensor_is_an_array_and_says_what_it_takes(tmp_path: Path) -> 
             checkpoint["model.q"]
         with pytest.raises(KeyError, match="n is an object"):
             checkpoint["n"]
+
+
+def test_a_job_does_not_load_what_converts() -> None:
+    code = """
+import sys
+from ckpt_tools import CheckpointManager
+assert "ckpt_tools.loop.manager" in sys.modules
+assert not (found := {"ckpt_tools.operations.convert.convert", "s3fs"} & {*sys.modules}), found
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,6 +1,7 @@
 """Writes a copy of committed steps in Hugging Face's layout, in the background.
 
 One thread converts one step at a time with the engine of `ckpt convert`. Training does not wait.
+Jobs without such copies do not load what converts.
 """
 
 from __future__ import annotations
@@ -16,9 +17,6 @@ from ckpt_tools.core.counts import check_count
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, PlanError, StorageError, printable
 from ckpt_tools.loop.steps.waiting import wait_for_thread, with_hint
-from ckpt_tools.operations.convert.convert import convert
-from ckpt_tools.operations.convert.options import Conversion, check_request
-from ckpt_tools.operations.merge_reshard import dtype_by_name
 from ckpt_tools.storage import is_url
 from ckpt_tools.transfer.options import Options
 
@@ -56,6 +54,9 @@ class HuggingFace:
             PlanError: an unknown type, or options that do not fit.
             StorageError: there is no `base`.
         """
+        from ckpt_tools.operations.convert.options import Conversion, check_request
+        from ckpt_tools.operations.merge_reshard import dtype_by_name
+
         given = {"dtype": self.dtype, "base": self.base, **self.options}
         unknown = set(given) - set(Conversion.__annotations__) - set(Options.__annotations__)
         if unknown:
@@ -125,6 +126,8 @@ class HuggingFaceWriter:
                 self._error = CheckpointError(f"no copy of {printable(path)}: see the log")
 
     def _convert(self, path: str) -> None:
+        from ckpt_tools.operations.convert.convert import convert
+
         how: dict[str, Any] = {"overwrite": True, **self._how.options}
         given: dict[str, Any] = {"base": self._how.base, "dtype": self._how.dtype}
         given["storage_options"] = self._storage_options
