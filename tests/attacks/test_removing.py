@@ -28,6 +28,7 @@ from ckpt_tools.run.step import Step
 from ckpt_tools.run.steps import list_steps
 from tests.attacks.hostile import GIB, Run, limited
 from tests.servers.servers import Server
+from tests.states import one_step
 
 MINE = b"years of work"
 NO_OVERRIDE = (
@@ -384,9 +385,7 @@ def test_a_rollback_after_thinning_reaches_the_mirror(server: Server, tmp_path: 
 
     def trained(value: float) -> dict[str, Any]:
         model = torch.nn.Linear(3, 3)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(3)).sum().backward()
-        optimizer.step()
+        optimizer = one_step(model, torch.ones(3))
         return {"model": model, "optimizer": optimizer, "value": value}
 
     for steps, back in (((1, 2), None), ((3, 4, 5, 6, 7), 2), ((3,), 2)):

@@ -24,15 +24,14 @@ from ckpt_tools.publish.find_manifest import read_manifest
 from ckpt_tools.publish.manifest import SealedPickle
 from ckpt_tools.storage import LocalStore
 from tests.attacks.hostile import Run, limited
+from tests.states import one_step
 
 
 @pytest.fixture
 def step(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
+    optimizer = one_step(model, torch.ones(1, 4))
     ckpt_tools.save(tmp_path / "step", {"model": model, "optimizer": optimizer})
     return tmp_path / "step"
 
@@ -139,9 +138,7 @@ def test_names_of_thousands_of_keys_take_no_minutes(tmp_path: Path) -> None:
 def job(lr: float = 0.5, epoch: int = 7) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    model(torch.ones(4)).sum().backward()
-    optimizer.step()
+    optimizer = one_step(model, torch.ones(4), lr=lr)
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
 
 
@@ -253,9 +250,7 @@ def test_a_sealed_adapter_and_side_files_are_compared(tmp_path: Path) -> None:
 def test_exchanged_files_of_values_are_refused(to: str, files: list[str], tmp_path: Path) -> None:
     for number in (0, 1):
         model = nn.Linear(3, 2)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + number)
-        model(torch.ones(3)).sum().backward()
-        optimizer.step()
+        optimizer = one_step(model, torch.ones(3), lr=0.1 + number)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": number}
         state["scheduler"] = {"last_epoch": number}
         torch.save(state, tmp_path / f"{number}.pt")

@@ -17,6 +17,7 @@ import ckpt_tools
 from ckpt_tools import CheckpointManager
 from tests.command import run_command
 from tests.servers import servers
+from tests.states import one_step
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,9 +32,7 @@ def commands(page: str) -> list[list[str]]:
 def save_run(root: Path, ranks: int, step: int) -> None:
     """Saves a step, and spreads it over some ranks: `run8/step-00000100`."""
     model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(8)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 40)).sum().backward()
-    optimizer.step()
+    optimizer = one_step(model, torch.ones(1, 40))
     name = f"step-{step:08d}"
     with CheckpointManager(root / "one") as checkpoints:
         checkpoints.save(step, {"model": model, "optimizer": optimizer}, asynchronous=False)

@@ -17,9 +17,10 @@ import torch
 
 from ckpt_tools import CheckpointManager
 from ckpt_tools.cli.process import CUT
-from tests.servers.buckets import MIB, save_locally, tensors, uploads
+from tests.servers.buckets import MIB, save_locally, uploads
 from tests.servers.faults import faulty, out_of_order
 from tests.servers.servers import Server
+from tests.states import tensors
 
 READS, WRITES = ("GET",), ("PUT", "POST")
 LONG_S = 15  # every store's own patience is longer: without an end by the signal, it takes minutes

@@ -22,6 +22,7 @@ import ckpt_tools
 from ckpt_tools.errors import CheckpointError
 from tests.fuzz.seeds import states
 from tests.jobs import LONG
+from tests.states import one_step
 
 Values = dict[str, torch.Tensor]
 NUM_TRIES = 2000 if LONG else 120
@@ -81,9 +82,7 @@ def make_ranks(folder: Path) -> Mapping[str, torch.Tensor]:
 def make_accelerate(folder: Path) -> Mapping[str, torch.Tensor]:
     save_file(MORE, folder / "model.safetensors")
     model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
+    optimizer = one_step(model, torch.ones(1, 2))
     torch.save(optimizer.state_dict(), folder / "optimizer.bin")
     return {f"model.{name}": value for name, value in MORE.items()}
 

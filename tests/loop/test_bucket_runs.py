@@ -28,9 +28,10 @@ from ckpt_tools.run.step import damage
 from ckpt_tools.run.steps import find_latest, list_steps
 from tests.command import run_ckpt
 from tests.conftest import HERE, torchrun
-from tests.servers.buckets import MIB, names, real, save_locally, tensors, uploads
+from tests.servers.buckets import MIB, names, real, save_locally, uploads
 from tests.servers.faults import WRITES, faulty
 from tests.servers.servers import Server
+from tests.states import tensors
 
 Saved = Callable[[int], Path]
 

@@ -21,10 +21,7 @@ from tests.loop.outages import Impatient, later
 from tests.servers.buckets import until
 from tests.servers.gate import Gate, gated
 from tests.servers.servers import Server
-
-
-def state(value: float = 1.0) -> dict[str, Any]:
-    return {"w": torch.full((5,), value)}
+from tests.states import filled
 
 
 @pytest.fixture
@@ -44,17 +41,17 @@ def test_a_save_in_the_background_sits_an_outage_out_and_training_does_not_wait_
     server.bucket("outage")
     root = "s3://outage/run"
     with CheckpointManager(root, storage_options=server.options) as checkpoints:
-        checkpoints.save(1, state(1.0))
+        checkpoints.save(1, filled(1.0))
         checkpoints.wait()
         gate.shut()
-        checkpoints.save(2, state(2.0))
+        checkpoints.save(2, filled(2.0))
         # it has returned with nothing written: the store was not asked
         assert checkpoints._writer.is_busy
         until(lambda: "trying again for" in caplog.text, 60)
         assert "step-00000002: cannot " in caplog.text
         gate.open()
         checkpoints.wait()
-        checkpoints.save(3, state(3.0))
+        checkpoints.save(3, filled(3.0))
     assert [(s.number, damage(s)) for s in list_steps(open_root(root, server.options))] == [
         (1, ""),
         (2, ""),
@@ -95,22 +92,22 @@ def test_saves_that_fail_are_warnings_until_so_many_have_failed_in_a_row(
         root, storage_options=server.options, outages=Outages(retry_s=0, max_failures=3)
     ) as checkpoints:
         gate.shut()
-        checkpoints.save(1, state())
-        checkpoints.save(2, state())
+        checkpoints.save(1, filled(1.0))
+        checkpoints.save(2, filled(1.0))
         assert caplog.text.count("a save failed, 1 of at most 2 in a row: ") == 1
         gate.open()
         checkpoints.wait()  # whichever way the second one went
-        checkpoints.save(3, state(), asynchronous=False)
+        checkpoints.save(3, filled(1.0), asynchronous=False)
         gate.shut()
         caplog.clear()
-        checkpoints.save(4, state())
-        checkpoints.save(5, state())
-        checkpoints.save(6, state())
+        checkpoints.save(4, filled(1.0))
+        checkpoints.save(5, filled(1.0))
+        checkpoints.save(6, filled(1.0))
         assert "2 of at most 2 in a row" in caplog.text
         with pytest.raises(StorageError, match="cannot "):
-            checkpoints.save(7, state())
+            checkpoints.save(7, filled(1.0))
         gate.open()
-        checkpoints.save(8, state())
+        checkpoints.save(8, filled(1.0))
     numbers = [s.number for s in list_steps(open_root(root, server.options))]
     assert numbers[-2:] == [3, 8]
 
@@ -123,7 +120,7 @@ def test_a_start_and_a_resume_sit_an_outage_out(
     server.bucket("start")
     root = "s3://start/run"
     with CheckpointManager(root, storage_options=server.options) as checkpoints:
-        checkpoints.save(1, state(7.0))
+        checkpoints.save(1, filled(7.0))
     gate.shut()
     timer = later(6, gate.open)
     with CheckpointManager(root, storage_options=server.options) as checkpoints:
@@ -131,7 +128,7 @@ def test_a_start_and_a_resume_sit_an_outage_out(
         assert "cannot open s3://start/run: " in caplog.text and "trying again for" in caplog.text
         gate.shut()
         timer = later(6, gate.open)
-        got = state(0.0)
+        got = filled(0.0)
         assert checkpoints.resume(got) == 1 and got["w"][0] == 7
         timer.join()
     gate.shut()
@@ -164,31 +161,31 @@ def test_a_restart_takes_the_newer_step_of_the_disk_while_the_mirror_is_away(
         "keep_last": None,
     }
     with CheckpointManager(tmp_path, **settings) as checkpoints:
-        checkpoints.save(1, state(1.0))
+        checkpoints.save(1, filled(1.0))
     gate.shut()
     with (
         pytest.raises(StorageError, match="the newest step could not be mirrored"),
         CheckpointManager(tmp_path, **settings) as checkpoints,
     ):
-        checkpoints.save(2, state(2.0))
+        checkpoints.save(2, filled(2.0))
     caplog.clear()
     checkpoints = CheckpointManager(tmp_path, **settings)
-    got = state(0.0)
+    got = filled(0.0)
     assert checkpoints.resume(got) == 2 and got["w"][0] == 2
     assert (
         "the mirror cannot be read, and may have a newer step: cannot " in caplog.text
         and "resuming from the disk" in caplog.text
     )
-    checkpoints.save(3, state(3.0), asynchronous=False)
+    checkpoints.save(3, filled(3.0), asynchronous=False)
     gate.open()
     checkpoints._mirror.wait()
-    checkpoints.save(4, state(4.0))
+    checkpoints.save(4, filled(4.0))
     checkpoints.close()
     assert [s.number for s in list_steps(open_root("s3://far/run", server.options))][-1] == 4
     gate.shut()
     checkpoints = CheckpointManager(tmp_path / "new disk", **settings, outages=Outages(retry_s=1))
     with pytest.raises(StorageError, match="cannot list"):
-        checkpoints.resume(state())  # the disk has nothing, and what the mirror has is unknown
+        checkpoints.resume(filled(1.0))  # the disk has nothing, and what the mirror has is unknown
     with pytest.raises(StorageError, match="could not be mirrored"):
         checkpoints.close()
     gate.open()
@@ -201,10 +198,10 @@ def test_a_mirror_that_denies_access_does_not_stop_a_restart(
         pytest.skip("moto takes any credentials")
     server.bucket("denying")
     with CheckpointManager(tmp_path) as checkpoints:
-        checkpoints.save(1, state(1.0))
+        checkpoints.save(1, filled(1.0))
     options = server.options | {"secret": "wrong"}
     checkpoints = CheckpointManager(tmp_path, mirror="s3://denying/run", storage_options=options)
-    got = state(0.0)
+    got = filled(0.0)
     assert checkpoints.resume(got) == 1 and got["w"][0] == 1
     assert (
         "the mirror cannot be read" in caplog.text
@@ -226,7 +223,7 @@ def test_waiting_for_a_slow_store_is_said(
     monkeypatch.setattr("ckpt_tools.loop.steps.waiting.NEXT_WORD_S", 0.5)
     with CheckpointManager("s3://slow/run", storage_options=server.options) as checkpoints:
         gate.shut()
-        checkpoints.save(1, state())
+        checkpoints.save(1, filled(1.0))
         timer = later(3, gate.open)
         with caplog.at_level(logging.WARNING, "ckpt_tools"):
             checkpoints.wait()
@@ -237,7 +234,7 @@ def test_waiting_for_a_slow_store_is_said(
     checkpoints = CheckpointManager(tmp_path, mirror="s3://slow/mirror", storage_options=patient)
     checkpoints._mirror.wait()
     gate.shut()
-    checkpoints.save(1, state())
+    checkpoints.save(1, filled(1.0))
     with pytest.raises(StorageError, match="could not be mirrored"):
         checkpoints.close()
     assert "waiting for a step to be mirrored to s3://slow/mirror, for " in caplog.text

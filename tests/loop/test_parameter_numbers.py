@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PlanError
+from tests.states import one_step
 
 
 def make() -> tuple[nn.ParameterList, torch.optim.AdamW]:
@@ -208,9 +209,7 @@ def test_an_order_that_nothing_tells_does_not_become_numbers(tmp_path: Path) -> 
 def test_what_load_state_dict_takes_is_loaded(tmp_path: Path) -> None:
     """DDP's prefix, and names of parameters that only the job has."""
     model = nn.Linear(3, 3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
-    model(torch.ones(3)).sum().backward()
-    optimizer.step()
+    optimizer = one_step(model, torch.ones(3), lr=0.3)
     weights = {f"module.{name}": value for name, value in model.state_dict().items()}
     torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "p.pt")
     new_model = nn.Linear(3, 3)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 from aiohttp import web
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, StorageError
 from tests.servers.faults import Breaker, before
 from tests.servers.servers import Server
+from tests.states import filled
 
 
 @dataclass
@@ -39,10 +39,6 @@ class Late(Breaker):
         return await super().answer(request, answer, data, kind)
 
 
-def state(value: float) -> dict[str, Any]:
-    return {"w": torch.full((5,), value)}
-
-
 @pytest.mark.slow
 def test_a_late_listing_overwrites_and_removes_nothing(server: Server) -> None:
     server.bucket("late")
@@ -52,22 +48,22 @@ def test_a_late_listing_overwrites_and_removes_nothing(server: Server) -> None:
         options = server.options | {"endpoint_url": url}
         with CheckpointManager(root, storage_options=server.options, keep_last=None) as checkpoints:
             for step in (1, 2):
-                checkpoints.save(step, state(step), asynchronous=False)
+                checkpoints.save(step, filled(step), asynchronous=False)
         assert len(ckpt_tools.steps(root, storage_options=options)) == 2
         with CheckpointManager(root, storage_options=server.options, keep_last=None) as checkpoints:
-            checkpoints.resume(state(0))
+            checkpoints.resume(filled(0))
             for step in (3, 4):
-                checkpoints.save(step, state(step), asynchronous=False)
+                checkpoints.save(step, filled(step), asynchronous=False)
         late.is_frozen = True
-        into = state(0)
+        into = filled(0)
         with CheckpointManager(root, storage_options=options, keep_last=1) as checkpoints:
             assert checkpoints.resume(into) == 2, "what the listing shows"
             with pytest.raises(StorageError, match="appeared|exists|first"):
-                checkpoints.save(3, state(9), asynchronous=False)
+                checkpoints.save(3, filled(9), asynchronous=False)
     found = ckpt_tools.steps(root, storage_options=server.options)
     assert {3, 4} <= {step.number for step in found if not step.problem}
     for step in (3, 4):
         with CheckpointManager(root, storage_options=server.options, keep_last=None) as checkpoints:
-            into = state(0)
+            into = filled(0)
             checkpoints.resume(into, step=step)
             assert into["w"].tolist() == [step] * 5

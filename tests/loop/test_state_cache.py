@@ -21,6 +21,7 @@ from ckpt_tools import CheckpointManager, Writing
 from ckpt_tools.loop.state import state_dict as exporting
 from ckpt_tools.loop.state.modules import module_state
 from tests.loop.cached_states import Values, check, expected, made, parameter, train
+from tests.states import one_step
 from tests.stock import assert_stock_torch_reads
 
 
@@ -458,9 +459,7 @@ def test_a_mode_of_torch_sees_few_calls_of_a_later_save(overlap_copy: bool, tmp_
             return function(*args, **(kw or {}))
 
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(100)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(4)).sum().backward()
-    optimizer.step()
+    optimizer = one_step(model, torch.ones(4))
     state = {"model": model, "optimizer": optimizer}
     with CheckpointManager(tmp_path, writing=Writing(overlap_copy=overlap_copy)) as checkpoints:
         checkpoints.save(1, state)

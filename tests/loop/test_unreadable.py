@@ -21,6 +21,7 @@ from tests.jobs import LONG
 from tests.loop.outages import Impatient, later
 from tests.servers.faults import refusing, watched
 from tests.servers.servers import Server
+from tests.states import filled
 
 REFUSALS = {
     "forbidden": "403 AccessDenied",
@@ -44,10 +45,6 @@ WORDS = {
 VERBS = tuple(WORDS)
 
 
-def state(value: float = 1.0) -> dict[str, Any]:
-    return {"w": torch.full((5,), value)}
-
-
 @dataclass
 class Run:
     """A run of three steps in a bucket."""
@@ -69,7 +66,7 @@ def run(server: Server) -> Run:
     root = f"s3://refused/{uuid.uuid4()}/run"
     with CheckpointManager(root, storage_options=server.options) as checkpoints:
         for step in (1, 2, 3):
-            checkpoints.save(step, state(step), metrics={"loss": 1.0 / step}, asynchronous=False)
+            checkpoints.save(step, filled(step), metrics={"loss": 1.0 / step}, asynchronous=False)
     return Run(server, root)
 
 
@@ -98,13 +95,13 @@ def test_a_refused_read_of_the_newest_step_resumes_no_older_one(
             run.root, storage_options=options, outages=Outages(retry_s=1)
         ) as checkpoints:
             refuser.wanted = NEWEST + name
-            into = state(0)
+            into = filled(0)
             with pytest.raises(
                 StorageError, match="step-00000003 cannot be read, so it is not known which"
             ):
                 checkpoints.resume(into)
             with pytest.raises(StorageError):
-                checkpoints.save(3, state(9), asynchronous=False)
+                checkpoints.save(3, filled(9), asynchronous=False)
             assert into["w"].tolist() == [0] * 5 and refuser.log
             refuser.wanted = ""
             assert checkpoints.resume(into) == 3 and into["w"].tolist() == [3] * 5
@@ -121,7 +118,7 @@ def test_a_read_that_is_refused_for_a_while_is_waited_for(
         ) as checkpoints:
             refuser.wanted = f"{NEWEST}.metadata"
             timer = later(4, lambda: setattr(refuser, "wanted", ""))
-            into = state(0)
+            into = filled(0)
             assert checkpoints.resume(into) == 3 and into["w"].tolist() == [3] * 5
             timer.join()
     assert "trying again for" in caplog.text and "passed over" not in caplog.text
@@ -182,9 +179,9 @@ def test_one_old_step_that_cannot_be_read_stops_neither_a_job_nor_a_prune(
         assert [step.number for step in found.removed] == [2]
         assert list(found.unreadable) == [f"{run.root}/step-00000001"]
         with CheckpointManager(run.root, storage_options=options, keep_last=1) as checkpoints:
-            into = state(0)
+            into = filled(0)
             assert checkpoints.resume(into) == 3
-            checkpoints.save(4, state(4), asynchronous=False)
+            checkpoints.save(4, filled(4), asynchronous=False)
     assert "step-00000001 is not counted, since it cannot be read" in caplog.text
     left = ckpt_tools.steps(run.root, storage_options=run.server.options)
     assert [step.number for step in left if not step.problem] == [1, 3, 4], (
@@ -196,12 +193,12 @@ def test_a_disk_that_fails_is_no_damage_either(tmp_path: Path) -> None:
     """A manifest that may not be read, as root may read all: a directory in its place is damage."""
     with CheckpointManager(tmp_path / "run") as checkpoints:
         for step in (1, 2):
-            checkpoints.save(step, state(step), asynchronous=False)
+            checkpoints.save(step, filled(step), asynchronous=False)
     step = tmp_path / "run" / "step-00000002"
     (manifest,) = [p for p in step.iterdir() if "manifest" in p.name]
     manifest.write_bytes(manifest.read_bytes()[:-40])  # damage: cut short
     with CheckpointManager(tmp_path / "run") as checkpoints:
-        into = state(0)
+        into = filled(0)
         assert checkpoints.resume(into) == 1
 
 
@@ -226,7 +223,7 @@ def test_a_step_whose_disk_is_away_is_not_forgotten(tmp_path: Path) -> None:
     run, away = tmp_path / "run", tmp_path / "away"
     with CheckpointManager(run, keep_last=None) as checkpoints:
         for step in (1, 2, 3):
-            checkpoints.save(step, state(step), asynchronous=False)
+            checkpoints.save(step, filled(step), asynchronous=False)
     (run / "step-00000003").rename(away)
     (run / "step-00000003").symlink_to(away)
     away.rename(tmp_path / "unmounted")
@@ -234,14 +231,14 @@ def test_a_step_whose_disk_is_away_is_not_forgotten(tmp_path: Path) -> None:
         CheckpointManager(run, keep_last=None) as checkpoints,
         pytest.raises(StorageError, match="nothing can be"),
     ):
-        checkpoints.resume(state(0))
+        checkpoints.resume(filled(0))
     for words in (["ls"], ["latest"], ["check"], ["prune", "--keep-last", "1"]):
         done = run_command(words[0], run, *words[1:])
         text = done.stdout + done.stderr
         assert done.returncode == 15 and ("step-00000003" in text or "step 3" in text), text
     (tmp_path / "unmounted").rename(away)
     with CheckpointManager(run, keep_last=None) as checkpoints:
-        assert checkpoints.resume(into := state(0)) == 3 and into["w"].tolist() == [3] * 5
+        assert checkpoints.resume(into := filled(0)) == 3 and into["w"].tolist() == [3] * 5
 
 
 @pytest.mark.slow
@@ -274,16 +271,16 @@ def test_a_newer_step_of_the_mirror_that_cannot_be_read_is_not_replaced(
     settings: dict[str, Any] = {"mirror": mirror, "storage_options": server.options}
     with CheckpointManager(tmp_path / "run", keep_last=None, **settings) as checkpoints:
         for step in (1, 2, 3):
-            checkpoints.save(step, state(step), asynchronous=False)
+            checkpoints.save(step, filled(step), asynchronous=False)
     shutil.rmtree(tmp_path / "run" / "step-00000003")
     if disk == 4:  # the disk has the newest one: the mirror's does not matter
         with CheckpointManager(tmp_path / "other") as checkpoints:
-            checkpoints.save(4, state(4), asynchronous=False)
+            checkpoints.save(4, filled(4), asynchronous=False)
         shutil.copytree(tmp_path / "other/step-00000004", tmp_path / "run/step-00000004")
     with refusing(server.endpoint, "run/step-00000003/", "403 AccessDenied") as (url, refuser):
         settings["storage_options"] = Impatient(server.name, url).options
         checkpoints = CheckpointManager(tmp_path / "run", **settings, outages=Outages(retry_s=1))
-        into = state(0)
+        into = filled(0)
         if disk == 2:
             with pytest.raises(StorageError, match="step-00000003 cannot be read"):
                 checkpoints.resume(into)
@@ -332,8 +329,8 @@ def test_a_job_looks_once_at_the_steps_of_its_run(run: Run) -> None:
     with watched(run.endpoint) as (url, passed):
         options = run.behind(url)
         with CheckpointManager(run.root, storage_options=options, keep_last=2) as checkpoints:
-            checkpoints.resume(state(0))
-            checkpoints.save(4, state(4), asynchronous=False)
+            checkpoints.resume(filled(0))
+            checkpoints.save(4, filled(4), asynchronous=False)
             checkpoints.wait()
         paths = [r.path for r, _ in passed if r.method == "GET" and "step-00000002/" in r.path]
     reads = [path for path in paths if path.endswith((".metadata", ".json"))]
@@ -349,7 +346,7 @@ def test_a_file_whose_disk_is_away_is_not_missing(
     root = tmp_path / "run"
     with CheckpointManager(root, keep_last=None) as checkpoints:
         for step in (1, 2):
-            checkpoints.save(step, state(step), asynchronous=False)
+            checkpoints.save(step, filled(step), asynchronous=False)
     (tmp_path / "volume").mkdir()
     away = tmp_path / "volume" / "x"
     file = root / "step-00000002" / name
@@ -361,10 +358,10 @@ def test_a_file_whose_disk_is_away_is_not_missing(
         assert done.returncode == 15 and "link" in text and "missing" not in text, text
     with CheckpointManager(root, outages=Outages(retry_s=0.1)) as checkpoints:
         with pytest.raises(StorageError, match="step-00000002 cannot be read"):
-            checkpoints.resume(state(0))
+            checkpoints.resume(filled(0))
         file.unlink()
         (away if is_there else tmp_path / "y").rename(file)
-        into = state(0)
+        into = filled(0)
         assert checkpoints.resume(into) == 2 and into["w"].tolist() == [2] * 5
 
 
@@ -372,9 +369,9 @@ def test_a_file_in_the_place_of_a_coming_step_is_told_at_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with CheckpointManager(tmp_path) as checkpoints:
-        checkpoints.save(4, state(4), asynchronous=False)
+        checkpoints.save(4, filled(4), asynchronous=False)
     for name in ("step-00000003", "step-00000007", "epoch7", "checkpoint-9"):
         (tmp_path / name).touch()
     with CheckpointManager(tmp_path) as checkpoints:
-        assert checkpoints.resume(state(0)) == 4
+        assert checkpoints.resume(filled(0)) == 4
     assert "saves of these steps will fail: checkpoint-9, step-00000007 (" in caplog.text

@@ -24,6 +24,7 @@ from tests.command import run_job
 from tests.jobs import torchrun_command
 from tests.servers.faults import faulty
 from tests.servers.servers import Server
+from tests.states import one_step
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 State = dict[str, Tensor]
@@ -240,9 +241,7 @@ def test_a_file_with_tied_embeddings_beside_a_state_dict_with_a_head(tmp_path: P
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     linear = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(linear.parameters())
-    linear(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
+    optimizer = one_step(linear, torch.ones(1, 3))
     torch.save(optimizer.state_dict(), tmp_path / "o.pt")
     with pytest.raises(PlanError, match="the state of an optimizer"):
         ckpt_tools.average([tmp_path / "o.pt"] * 2, tmp_path / "out.safetensors")

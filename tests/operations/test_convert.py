@@ -18,6 +18,7 @@ from torch import nn
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PlanError
 from tests.conftest import torchrun
+from tests.states import one_step
 from tests.stock import assert_stock_torch_reads
 from tests.stock_jobs import assert_same
 
@@ -541,9 +542,7 @@ def test_a_child_called_module_keeps_its_name_in_every_verb(tmp_path: Path) -> N
 def test_files_in_folders_of_folders_are_published(tmp_path: Path) -> None:
     """A universal checkpoint has a folder for each parameter, below `zero`."""
     model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(4)).sum().backward()
-    optimizer.step()
+    optimizer = one_step(model, torch.ones(4))
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, tmp_path / "s.pt")
     out = tmp_path / "u"

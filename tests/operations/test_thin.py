@@ -23,6 +23,7 @@ from tests.conftest import torchrun
 from tests.jobs import EVERY, STRACE, open_files
 from tests.loop.values import flip_a_bit, save_values
 from tests.servers.servers import Server
+from tests.states import one_step
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -507,9 +508,7 @@ def test_what_thin_would_free_is_told_for_each_kind_of_step(tmp_path: Path) -> N
     with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
         for step in range(1, 10):
             model = torch.nn.Linear(100 if step % 4 else 300, 10)
-            optimizer = torch.optim.AdamW(model.parameters())
-            model(torch.ones(model.in_features)).sum().backward()
-            optimizer.step()
+            optimizer = one_step(model, torch.ones(model.in_features))
             more = {"note": "x" * (5000 if step % 3 == 0 else 1)}
             state = {"model": model, "optimizer": optimizer, **more}
             checkpoints.save(step, state, asynchronous=False)

@@ -29,8 +29,9 @@ from ckpt_tools.run.steps import list_steps
 from ckpt_tools.storage import LocalStore, RemoteStore
 from ckpt_tools.storage.s3.parts import MAX_PARTS, MIN_PART_BYTES, part_starts
 from tests.command import run_ckpt
-from tests.servers.buckets import MIB, names, save_locally, tensors, uploads
+from tests.servers.buckets import MIB, names, save_locally, uploads
 from tests.servers.servers import Server
+from tests.states import tensors
 
 Saved = Callable[[int], Path]
 

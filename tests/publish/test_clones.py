@@ -29,6 +29,7 @@ from ckpt_tools.storage import PinnedStore
 from tests.command import run_command
 from tests.jobs import PYTHON_PATH, QUICK_STRACE
 from tests.servers.buckets import until
+from tests.states import one_step
 from tests.strategies import flip
 
 MB = 1_000_000
@@ -204,9 +205,7 @@ def test_what_the_file_system_refuses_to_clone_is_copied(work: Path) -> None:
 def test_thin_reads_before_it_removes(work: Path) -> None:
     """The damaged step stays, as on any file system."""
     model = torch.nn.Linear(1024, 1024)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1024)).sum().backward()
-    optimizer.step()
+    optimizer = one_step(model, torch.ones(1024))
     with CheckpointManager(work / "run", keep_last=None) as checkpoints:
         for number in (1, 2):
             state = {"model": model, "optimizer": optimizer}

@@ -19,6 +19,7 @@ from ckpt_tools.run.roots import open_root
 from tests.command import run_command
 from tests.servers.faults import forbidding_deletes, out_of_order
 from tests.servers.servers import Server
+from tests.states import one_step
 
 THIN = ("--keep-full", "1")
 
@@ -31,9 +32,7 @@ def run(server: Server) -> str:
     with CheckpointManager(root, storage_options=server.options, keep_last=None) as checkpoints:
         for step in (1, 2):
             model = torch.nn.Linear(3, 3)
-            optimizer = torch.optim.AdamW(model.parameters())
-            model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
+            optimizer = one_step(model, torch.ones(1, 3))
             checkpoints.save(step, {"model": model, "optimizer": optimizer}, asynchronous=False)
     time.sleep(1.1)  # S3 tells times in seconds
     return root

@@ -25,8 +25,9 @@ from ckpt_tools.publish.find_manifest import find_manifest, noted_by_host
 from ckpt_tools.run.roots import open_root
 from ckpt_tools.storage import LocalStore
 from tests.command import run_ckpt
-from tests.servers.buckets import names, save_locally, tensors
+from tests.servers.buckets import names, save_locally
 from tests.servers.servers import Server
+from tests.states import tensors
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 NOBODY = 65534

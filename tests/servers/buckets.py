@@ -28,11 +28,6 @@ def uploads(fs: Any, bucket: str) -> list[str]:
     ]
 
 
-def tensors(num: int, numel: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {f"layer{i}.weight": torch.randn(numel, generator=generator) for i in range(num)}
-
-
 def save_locally(path: Path, values: dict[str, torch.Tensor]) -> Path:
     with CheckpointManager(path) as checkpoints:
         checkpoints.save(1, {"model": values}, asynchronous=False)

@@ -30,8 +30,9 @@ from ckpt_tools.storage import LocalStore, RemoteStore
 from ckpt_tools.storage.s3.parts import MAX_PARTS, MIN_PART_BYTES
 from ckpt_tools.transfer.server_copy import CopyRange, cut_parts
 from tests.conftest import torchrun
-from tests.servers.buckets import MIB, save_locally, tensors, uploads
+from tests.servers.buckets import MIB, save_locally, uploads
 from tests.servers.servers import Server
+from tests.states import tensors
 from tests.strategies import flip
 
 
