@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -80,12 +80,21 @@ def kill_after_step(
             shutil.rmtree(newer)
 
 
-def _signal_all(pid: int, number: int) -> None:
-    """Sends a signal to a process and to its children: torchrun gives each a group of its own."""
+@contextmanager
+def _standing_still(pid: int) -> Iterator[None]:
+    """Stops a process and its children; torchrun gives each of them a group of its own."""
+    stopped = [pid]
     with suppress(OSError):  # it has ended
-        for process in (pid, *children(pid)):
+        stopped += children(pid)
+    try:
+        for process in stopped:
             with suppress(OSError):
-                os.kill(process, number)
+                os.kill(process, signal.SIGSTOP)
+        yield
+    finally:
+        for process in stopped:
+            with suppress(OSError):
+                os.kill(process, signal.SIGCONT)
 
 
 def interrupt(
@@ -97,13 +106,13 @@ def interrupt(
     """Starts a command and sends it, or one of its ranks, a signal once it is time; returns what it
     came to.
 
-    Before a kill, all its processes stand still while `is_time` looks, and run as long as the look
-    took. So a machine that is busy cannot let the command end between the look and the kill. Other
-    signals must find them running: any thread may get the signal of a process that stands still,
-    and Python's main thread would not wake. The first process that launch.py starts serves the
-    store of the ranks.
+    Before a kill, the command and its children stand still while `is_time` looks. So the command
+    cannot end between the look and the kill, however busy the machine is. Then they run for as long
+    as the look took. Before another signal they are not stopped: a thread other than Python's main
+    one may take the signal, and the main one sleeps on (seen with SIGINT). The first process that
+    launch.py starts serves the store of the ranks.
     """
-    stop, go_on = (signal.SIGSTOP, signal.SIGCONT) if number == signal.SIGKILL else (0, 0)
+    stopping = _standing_still if number == signal.SIGKILL else nullcontext
     first = 1 if any(str(word).endswith("launch.py") for word in words) else 0
     with subprocess.Popen(
         words,
@@ -114,16 +123,18 @@ def interrupt(
         start_new_session=True,
     ) as job:
         try:
-            while job.poll() is None:
-                _signal_all(job.pid, stop)
+            sent = False
+            while job.poll() is None and not sent:
                 begun = time.monotonic()
-                if is_time():
-                    break
-                _signal_all(job.pid, go_on)
-                time.sleep(max(0.001, time.monotonic() - begun))
-            with suppress(OSError, IndexError):  # it has ended
-                os.kill(job.pid if member is None else children(job.pid)[first + member], number)
-            _signal_all(job.pid, go_on)
+                with stopping(job.pid):
+                    if sent := is_time():
+                        with suppress(OSError, IndexError):  # it has ended
+                            victim = job.pid
+                            if member is not None:
+                                victim = children(job.pid)[first + member]
+                            os.kill(victim, number)
+                if not sent:
+                    time.sleep(max(0.001, time.monotonic() - begun))
             out, errors = job.communicate(timeout=300)
             return subprocess.CompletedProcess(words, job.returncode, out, errors)
         finally:

@@ -351,8 +351,7 @@ def _tensors(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, SealedTensor
     lists = [entry["shape"] for entry in found]
     if any(type(dims) is not list or len(dims) > MAX_DIMS for dims in lists):
         raise ValueError(f"a shape is no list of at most {MAX_DIMS} numbers")
-    known: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # most tensors share their shape with others
-    shapes = [known.setdefault(dims, dims) for dims in map(tuple, lists)]
+    shapes = list(map(tuple, lists))
     dims = list(chain.from_iterable(shapes))
     # check types before math.prod: it would repeat a string or a list
     is_sound = {*map(type, dims)} <= {int} and all(0 <= dim < _MAX_COUNT for dim in dims)

@@ -94,7 +94,8 @@ def save(args: argparse.Namespace) -> None:
     values = state(args.gb, 0, 0)
     before = watch()
     runs: dict[str, list[float]] = {"ours": [], "dcp": []}
-    with CheckpointManager(f"s3://bench/{args.only}ours", keep_last=1) as checkpoints:
+    # the job that measures memory alone has a run of its own: its steps are not newer
+    with CheckpointManager(f"s3://bench/ours{args.only}", keep_last=1) as checkpoints:
         for number, (who, counts) in enumerate(harness.in_turn(chosen(args, runs), args.runs)):
             if who == "ours":
                 took = harness.seconds_of_ranks(

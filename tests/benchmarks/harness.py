@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 Times = Mapping[str, Sequence[float]]
-# a process of its own measures a command: the peak of a child begins with that of its parent
+# A small process of its own starts a command: a child's peak of memory is at least its parent's.
 _MEASURE = """
 import os, subprocess, sys, time
 began = time.perf_counter()
@@ -26,9 +27,10 @@ sys.exit(os.waitstatus_to_exitcode(status))
 
 
 def in_turn(contenders: Sequence[T], runs: int) -> Iterator[tuple[T, bool]]:
-    """Yields all contenders in each round, another one first, and whether the round counts.
+    """Yields the contenders one by one, round by round, each with whether the round counts.
 
-    A machine whose speed drifts is so unfair to nobody. The first round warms up.
+    Another one is the first in every round, so a machine whose speed drifts is unfair to nobody.
+    The first round warms up.
     """
     for number in range(runs + 1):
         turn = number % len(contenders)
@@ -72,7 +74,7 @@ def command(
         text=True,
     )
     if done.returncode:
-        raise SystemExit(f"{words} failed:\n{done.stderr}")
+        raise SystemExit(f"{words} ended with status {done.returncode}:\n{done.stderr}")
     took, mib = map(float, done.stdout.split())
     return took, mib
 
@@ -85,11 +87,16 @@ def race(
     before: Callable[[], object] = lambda: None,
     against: str = "",
     environment: Mapping[str, str] | None = None,
+    in_a_row: bool = False,
 ) -> None:
-    """Measures whole processes in turn, after what comes before each, and prints their table."""
+    """Measures whole processes, and prints their table.
+
+    `before` is called before each. They take turns, or all runs of one come in a row.
+    """
     took: dict[str, list[float]] = {name: [] for name in commands}
     mib: dict[str, list[float]] = {name: [] for name in commands}
-    for name, counts in in_turn(list(commands), runs):
+    groups = [[name] for name in commands] if in_a_row else [list(commands)]
+    for name, counts in chain.from_iterable(in_turn(group, runs) for group in groups):
         before()
         figures = command(commands[name], environment)
         if counts:
@@ -99,9 +106,9 @@ def race(
 
 
 def settle(folder: Path, mib: int = 3000) -> None:
-    """Fills and frees page cache (SETTLE_MIB in the environment), and lets the disk come to rest.
+    """Fills and frees page cache, and lets the disk come to rest.
 
-    A virtual machine pays for memory that it gave back to its host, and so would whoever writes
+    SETTLE_MIB in the environment takes the place of `mib`. A virtual machine pays for memory that it gave back to its host, and so would whoever writes
     after a large removal.
     """
     with (folder / "settle").open("wb") as file:
@@ -137,16 +144,18 @@ def show(
 ) -> None:
     """Prints a table: the median, the least and the most seconds of each contender.
 
-    `against` names the contender that the others are compared with, `nbytes` is what each of them
-    moves, `mib` has the peaks of their memory. `more` has further columns, by their title.
+    All are compared with the fastest contender whose name begins with `against`. `nbytes` is what
+    each of them moves, `mib` has the peaks of their memory. `more` has further columns, by their
+    title.
     """
     columns: dict[str, dict[str, str]] = {}
     medians = {name: statistics.median(found) for name, found in times.items()}
     if nbytes:
         columns["GB/s"] = {name: f"{nbytes / 1e9 / took:.2f}" for name, took in medians.items()}
     if against:
+        base = min(took for name, took in medians.items() if name.startswith(against))
         columns[f"against {against}"] = {
-            name: f"{took / medians[against]:.2f} ×" for name, took in medians.items()
+            name: f"{took / base:.2f} ×" for name, took in medians.items()
         }
     if mib:
         columns["peak MiB"] = {name: f"{max(found):.0f}" for name, found in mib.items()}

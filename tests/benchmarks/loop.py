@@ -116,7 +116,11 @@ def main() -> None:
                 f"{name:10} {statistics.median(values):10,.0f} tokens/s  "
                 f" {' '.join(f'{v:,.0f}' for v in values)}"
             )
-        print(f"ratio      {harness.ratio(rates['training'], rates['bare']):10.3f}")
+        ratios = [b / a for a, b in zip(rates["bare"], rates["training"], strict=True)]
+        print(
+            f"ratio      {harness.ratio(rates['training'], rates['bare']):10.3f}           "
+            f" {' '.join(f'{r:.3f}' for r in ratios)}"
+        )
     dist.destroy_process_group()
 
 

@@ -150,7 +150,7 @@ def main() -> None:
             if rank == 0:
                 shutil.rmtree(folder)
     if rank == 0:
-        title = f"{args.model}, scale {args.scale}, {mesh.size()} ranks"
+        title = f"{args.model}, scale {args.scale}: {nbytes / 1e9:.2f} GB on {mesh.size()} ranks"
         harness.show(title, dict(sorted(times.items())), nbytes=nbytes)
     dist.destroy_process_group()
 

@@ -27,8 +27,8 @@ model.save_pretrained(sys.argv[2])
 """
 
 
-def make(folder: Path, layers: int, ranks: int, is_tiny: bool) -> tuple[Path, Path, Path]:
-    """Writes a job's step, a config, and a directory that transformers loads."""
+def make(folder: Path, layers: int, ranks: int, is_tiny: bool) -> tuple[Path, ...]:
+    """Writes a job's step, a config, and two directories: with the Hub's names, and with memory's."""
     config = transformers.Qwen3MoeConfig(
         vocab_size=1024,
         hidden_size=64 if is_tiny else 2048,
@@ -52,10 +52,11 @@ def make(folder: Path, layers: int, ranks: int, is_tiny: bool) -> tuple[Path, Pa
     ckpt_tools.save(folder / "one", state)
     ckpt_tools.reshard(folder / "one", folder / "step", to_ranks=ranks)
     shutil.rmtree(folder / "one")
+    ckpt_tools.convert(folder / "step", folder / "hub", to="hf", base=folder / "base")
     ckpt_tools.convert(
         folder / "step", folder / "peer", to="hf", base=folder / "base", names="transformers"
     )
-    return folder / "step", folder / "base", folder / "peer"
+    return folder / "step", folder / "base", folder / "hub", folder / "peer"
 
 
 def main() -> None:
@@ -68,14 +69,14 @@ def main() -> None:
     parser.add_argument("--no-peer", action="store_true")
     args = parser.parse_args()
     args.dir.mkdir(parents=True, exist_ok=True)
-    step, base, peer = make(args.dir, args.layers, args.ranks, args.tiny)
+    step, base, hub, peer = make(args.dir, args.layers, args.ranks, args.tiny)
     out, back = args.dir / "out", args.dir / "back"
     ckpt = [sys.executable, "-m", "ckpt_tools.cli.app", "convert", "--quiet", "--base", base]
     commands: dict[str, list[str | Path]] = {
         "to the Hub's names": [*ckpt, step, out, "--to", "hf"],
         "back to those of memory": [
             *ckpt,
-            peer,
+            hub,
             back,
             "--to",
             "dcp",

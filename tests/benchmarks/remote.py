@@ -88,7 +88,7 @@ def main() -> None:
             f"{args.gb:g} GB from S3",
             commands,
             args.runs,
-            against="boto3 download, 10 threads",
+            against="boto3",
             environment=server.environment,
         )
 

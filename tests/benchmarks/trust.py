@@ -73,7 +73,8 @@ def measure(title: str, contenders: list[Contender], runs: int, cold: Path | Non
         if cold:
             harness.drop_caches(cold)
 
-    harness.race(title, dict(contenders), runs, before=before)
+    # in a row: nothing is written, and memory holds one input
+    harness.race(title, dict(contenders), runs, before=before, in_a_row=True)
 
 
 if __name__ == "__main__":

@@ -180,6 +180,9 @@ MANIFEST = json.dumps(
 ).encode()
 
 
+ENTRY_BEFORE = b'"v": {"dtype": "float32", "shape": [1 ], "fingerprint": "0000000000000000"}, '
+
+
 def signed(body: bytes) -> bytes:
     """The manifest with the checksum of its own text, as an attacker can write it too."""
     text = body.rstrip()[:-1]
@@ -245,6 +248,12 @@ def test_the_manifest_of_these_tests_is_a_right_one() -> None:
         changed(b'"shape": [1]', b'"shape": [4611686018427387903, 2, 0]'),
         changed(b'"shape": [1]', b'"shape": [true]'),
         changed(b'"shape": [1]', b'"shape": [1.0]'),
+        # equal to the shape of the tensor before
+        signed(
+            MANIFEST.replace(b'"w": {', ENTRY_BEFORE + b'"w": {').replace(
+                b'"shape": [1]', b'"shape": [1.0]'
+            )
+        ),
         changed(b"ffffffffffffffff", b"FFFF"),
         changed(b'"files": {', b'"files": 3, "x": {'),
         changed(b'"ckpt_manifest": 2', b'"ckpt_manifest": 1'),

@@ -107,7 +107,7 @@ def assign(
     Args:
         gathered: the descriptions of all ranks.
         names_differ: ranks may have tensors that other ranks lack.
-        own: the names of this rank.
+        own: the names of this rank. They only save memory; see `JobNames`.
 
     Returns:
         The task of each rank, and the metadata that rank 0 needs to commit.

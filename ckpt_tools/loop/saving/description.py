@@ -120,18 +120,18 @@ def describe_names(names: RankNames) -> RankDescription:
 
 
 def _common(data: bytes, known: dict[Any, Any]) -> CommonNames:
-    """Returns the common part of a description, with one object for equal names and shapes.
+    """Returns the common part of a description.
 
-    `known` has those that exist already, by themselves.
+    Of equal names and shapes, it has one object: that in `known`, to which new ones are added.
     """
     read = CommonNames(*marshal.loads(zlib.decompress(data)))  # noqa: S302  # from this job
-    one = known.setdefault
+    same = known.setdefault
     return read._replace(
-        fqns=tuple(map(one, read.fqns, read.fqns)),
-        dtypes=tuple(map(one, read.dtypes, read.dtypes)),
-        shapes=tuple(map(one, read.shapes, read.shapes)),
-        aliases=tuple(map(one, read.aliases, read.aliases)),
-        paths=tuple((one(fqn, fqn), tuple(map(one, path, path))) for fqn, path in read.paths),
+        fqns=tuple(map(same, read.fqns, read.fqns)),
+        dtypes=tuple(map(same, read.dtypes, read.dtypes)),
+        shapes=tuple(map(same, read.shapes, read.shapes)),
+        aliases=tuple(map(same, read.aliases, read.aliases)),
+        paths=tuple((same(fqn, fqn), tuple(map(same, path, path))) for fqn, path in read.paths),
     )
 
 
@@ -157,7 +157,7 @@ class JobNames:
 
         Args:
             gathered: the descriptions of all ranks.
-            own: the names of this rank, which need no second copy.
+            own: the names of this rank. It only saves memory: they get no second copy.
 
         Raises:
             PlanError: two ranks give a tensor different types or shapes.
@@ -165,10 +165,10 @@ class JobNames:
         found: dict[bytes, RankGroup] = {}
         paths = {} if own is None else own.paths
         words = chain.from_iterable((fqn, *path) for fqn, path in paths.items())
-        own_words: dict[Any, Any] = {word: word for word in words if type(word) is str}
+        objects: dict[Any, Any] = {word: word for word in words if type(word) is str}
         for rank, one in enumerate(gathered):
             if one.common not in found:
-                found[one.common] = RankGroup(_common(one.common, own_words), rank, rank)
+                found[one.common] = RankGroup(_common(one.common, objects), rank, rank)
             found[one.common].last = rank
         self.groups = [*found.values()]
         number = {common: at for at, common in enumerate(found)}

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from ckpt_tools.core.counts import check_count
@@ -57,6 +58,7 @@ class HuggingFace:
         from ckpt_tools.operations.convert.options import Conversion, check_request
         from ckpt_tools.operations.merge_reshard import dtype_by_name
 
+        import_module("ckpt_tools.operations.convert.convert")  # a fault in it must show now
         given = {"dtype": self.dtype, "base": self.base, **self.options}
         unknown = set(given) - set(Conversion.__annotations__) - set(Options.__annotations__)
         if unknown:
