@@ -108,8 +108,8 @@ def race(
 def settle(folder: Path, mib: int = 3000) -> None:
     """Fills and frees page cache, and lets the disk come to rest.
 
-    SETTLE_MIB in the environment takes the place of `mib`. A virtual machine pays for memory that it gave back to its host, and so would whoever writes
-    after a large removal.
+    SETTLE_MIB in the environment takes the place of `mib`. A virtual machine pays for memory that
+    it gave back to its host, and so would whoever writes after a large removal.
     """
     with (folder / "settle").open("wb") as file:
         for _ in range(int(os.environ.get("SETTLE_MIB", mib))):
@@ -144,16 +144,17 @@ def show(
 ) -> None:
     """Prints a table: the median, the least and the most seconds of each contender.
 
-    All are compared with the fastest contender whose name begins with `against`. `nbytes` is what
-    each of them moves, `mib` has the peaks of their memory. `more` has further columns, by their
-    title.
+    All are compared with the contender `against`, or with the fastest one whose name begins so.
+    `nbytes` is what each of them moves, `mib` has the peaks of their memory. `more` has further
+    columns, by their title.
     """
     columns: dict[str, dict[str, str]] = {}
     medians = {name: statistics.median(found) for name, found in times.items()}
     if nbytes:
         columns["GB/s"] = {name: f"{nbytes / 1e9 / took:.2f}" for name, took in medians.items()}
     if against:
-        base = min(took for name, took in medians.items() if name.startswith(against))
+        alike = [against] if against in medians else [n for n in medians if n.startswith(against)]
+        base = min(medians[name] for name in alike)
         columns[f"against {against}"] = {
             name: f"{took / base:.2f} ×" for name, took in medians.items()
         }

@@ -202,11 +202,11 @@ def pieces(page: str) -> Iterator[tuple[str, str, str]]:
 
 
 # of many blocks, each a process of its own
-LONG_PAGES = ("docs/convert.md", "docs/saving.md")
+SLOW_PAGES = ("docs/convert.md", "docs/saving.md")
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=[pytest.mark.slow] * (p in LONG_PAGES)) for p in BLOCKS]
+    "page", [pytest.param(p, marks=[pytest.mark.slow] * (p in SLOW_PAGES)) for p in BLOCKS]
 )
 def test_a_block_runs_as_it_is_printed(page: str, bucket: Server, tmp_path: Path) -> None:
     for number, (before, text, after) in enumerate(pieces(page)):

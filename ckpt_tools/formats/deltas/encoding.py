@@ -107,7 +107,7 @@ class Encoder:
         self.num_changed = self.at = 0
 
     def add(self, new: Bytes, old: Bytes) -> bytes:
-        """Takes the next bytes, and returns what is to be written of the frame.
+        """Takes the next bytes, and returns the bytes of the frame that are complete.
 
         `old` is overwritten: fresh memory for each piece would take longer than the rest.
         """
@@ -205,7 +205,7 @@ def _damaged(what: str, why: str) -> IntegrityError:
         f"the change of a tensor is damaged: {why} ({what})",
         hint=(
             "restore the version, or publish a complete one: ckpt publish --full. If the version is"
-            " whole, the model below it is another one"
+            " whole, it changes a different model than the one here"
         ),
     )
 

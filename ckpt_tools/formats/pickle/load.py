@@ -50,9 +50,7 @@ class _Budget:
         Raises:
             UnsafePickleError: the calls were given more than twice what the pickle holds.
         """
-        for arg in args:
-            if isinstance(arg, _SIZED):
-                self._left -= len(arg)
+        self._left -= sum(len(arg) for arg in args if isinstance(arg, _SIZED))
         if self._left < 0:
             raise UnsafePickleError(
                 f"refused a pickle: its calls copy more than it holds ({self._where})"

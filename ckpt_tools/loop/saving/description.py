@@ -119,13 +119,13 @@ def describe_names(names: RankNames) -> RankDescription:
     )
 
 
-def _common(data: bytes, known: dict[Any, Any]) -> CommonNames:
+def _common(data: bytes, interned: dict[Any, Any]) -> CommonNames:
     """Returns the common part of a description.
 
-    Of equal names and shapes, it has one object: that in `known`, to which new ones are added.
+    Of equal names and shapes, it has one: that in `interned`, to which new ones are added.
     """
     read = CommonNames(*marshal.loads(zlib.decompress(data)))  # noqa: S302  # from this job
-    same = known.setdefault
+    same = interned.setdefault
     return read._replace(
         fqns=tuple(map(same, read.fqns, read.fqns)),
         dtypes=tuple(map(same, read.dtypes, read.dtypes)),
@@ -165,10 +165,10 @@ class JobNames:
         found: dict[bytes, RankGroup] = {}
         paths = {} if own is None else own.paths
         words = chain.from_iterable((fqn, *path) for fqn, path in paths.items())
-        objects: dict[Any, Any] = {word: word for word in words if type(word) is str}
+        interned: dict[Any, Any] = {word: word for word in words if type(word) is str}
         for rank, one in enumerate(gathered):
             if one.common not in found:
-                found[one.common] = RankGroup(_common(one.common, objects), rank, rank)
+                found[one.common] = RankGroup(_common(one.common, interned), rank, rank)
             found[one.common].last = rank
         self.groups = [*found.values()]
         number = {common: at for at, common in enumerate(found)}
