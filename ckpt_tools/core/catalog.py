@@ -156,7 +156,7 @@ class TensorEntry:
         chunks: in any order, with replicas.
         stored: its name in the checkpoint, if that differs from `fqn`.
         quantized: the quantized weight that it is a part of.
-        is_scaled: its codes become numbers on the way, so they can be cast.
+        is_computed: its elements are computed when they are read, so no fingerprint is known.
         stretches: the parts of stored tensors that it was made of, in order; empty for a stored
             tensor.
     """
@@ -167,7 +167,7 @@ class TensorEntry:
     chunks: Chunks
     stored: str = field(default="", compare=False)
     quantized: QuantizedWeight | None = field(default=None, compare=False)
-    is_scaled: bool = field(default=False, compare=False)
+    is_computed: bool = field(default=False, compare=False)
     stretches: tuple[Stretch, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:

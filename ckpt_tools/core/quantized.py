@@ -262,12 +262,8 @@ def methods_of(scheme: str) -> tuple[str, ...]:
 
 
 def weights_in(tensors: Iterable[TensorEntry]) -> list[QuantizedWeight]:
-    """Returns the quantized weights that some tensors are parts of, each once.
-
-    Those that become numbers on the way do not count.
-    """
-    parts = (t for t in tensors if not t.is_scaled)
-    found = {t.quantized.codes: t.quantized for t in parts if t.quantized is not None}
+    """Returns the quantized weights that some tensors are parts of, each once."""
+    found = {t.quantized.codes: t.quantized for t in tensors if t.quantized is not None}
     return list(found.values())
 
 

@@ -124,6 +124,8 @@ def _stretches(
     found = []
     for sizes, left, right in relations:
         entry, numel = entries[left.name], math.prod(sizes)
+        if entry.is_computed:
+            return ()
         plain = row_major_strides(sizes)
         is_together = all(
             size == 1 or a == b == stride

@@ -290,7 +290,7 @@ class _Mean:
         self.left_out: dict[str, int] = {}
         for source, view in zip(opened, views, strict=True):
             self.left_out |= left_out(source.catalog, view)
-        check_kept(how.get("keep_dtype", ()), how.get("dtype"), list(views[-1].tensors))
+        check_kept(how.get("keep_dtype", ()), how.get("dtype"), views[-1])
         self._terms = [_term(*found) for found in zip(opened, views, sealed, strict=True)]
         newest, is_kept = views[-1], matcher(how.get("keep_dtype", ()))
         self._dtypes = {

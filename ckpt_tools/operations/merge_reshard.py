@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Unpack
 
 from ckpt_tools.core.box import Box, whole
@@ -96,10 +97,12 @@ def merge(
         )
     if max_shard_bytes is not None:
         refuse_file_name(str(dst))
-    catalog, stripped = model_view(source.catalog, keep_prefix, model_key)
+    numbers = dequantize(source, matcher(keep_dtype), model_key) if dtype is not None else None
+    shown = source if numbers is None else numbers.shown
+    catalog, stripped = model_view(shown.catalog, keep_prefix, model_key)
     model = catalog
     if select or exclude:
-        catalog = select_from(catalog, select, exclude, source.catalog)
+        catalog = select_from(catalog, select, exclude, shown.catalog)
     refuse_unread(catalog)
     if lora is None:
         adapters.refuse_adapters(catalog.tensors, source.path)
@@ -109,17 +112,8 @@ def merge(
             f" ({printable(str(source.path))})",
             hint=f"ckpt inspect {source.path}",
         )
-    check_kept(keep_dtype, dtype, list(catalog.tensors))
+    check_kept(keep_dtype, dtype, catalog)
     is_kept = keeper(keep_dtype, catalog)
-    numbers = None
-    if dtype is not None:
-        numbers = dequantize(catalog.tensors, source, is_kept)
-        catalog = replace(catalog, tensors=numbers.tensors)
-        if not catalog.tensors:
-            raise PlanError(
-                "only scales are chosen, which stay behind: --dtype turns the codes into numbers",
-                hint="choose the codes, too, or leave --dtype out",
-            )
     targets = [whole_tensor(t, target_dtype(t, dtype, is_kept)) for t in catalog.tensors.values()]
     request = shards(targets, max_shard_bytes, target.url.rpartition("/")[2])
     alter, notes = (
@@ -139,17 +133,19 @@ def merge(
     result = transfer(
         TransferRequest(
             "merge",
-            source,
+            source if numbers is None else numbers.stored,
             catalog,
             target,
             safetensors,
             request,
             options,
-            left_out=left_out(source.catalog, catalog),
+            left_out=left_out(shown.catalog, catalog),
             stripped=stripped,
-            alter={**(numbers.by_name(catalog) if numbers is not None else {}), **(alter or {})},
-            changes=(numbers.version if numbers is not None else "")
-            + (adapters.version(lora, options.get("storage_options")) if lora is not None else ""),
+            alter=alter or {},
+            changes=adapters.version(lora, options.get("storage_options")) if lora else "",
+            prove=partial(numbers.prove, catalog)
+            if numbers is not None and numbers.parts
+            else None,
         )
     )
     return replace(result, notes=(*result.notes, *notes))
@@ -281,8 +277,8 @@ def select_from(
     return kept
 
 
-def check_kept(keep_dtype: Sequence[str], dtype: object, names: Sequence[str]) -> None:
-    """Refuses `keep_dtype` globs that have no effect.
+def check_kept(keep_dtype: Sequence[str], dtype: object, catalog: Catalog) -> None:
+    """Refuses `keep_dtype` globs that have no effect on the tensors of a catalog.
 
     Raises:
         PlanError: no type to cast to is given, or a glob matches no name.
@@ -292,7 +288,8 @@ def check_kept(keep_dtype: Sequence[str], dtype: object, names: Sequence[str]) -
             "--keep-dtype means nothing without --dtype: no type is changed",
             hint="give --dtype, or leave --keep-dtype out",
         )
-    check_globs(keep_dtype, names, "--keep-dtype")
+    codes = [t.stored_name for t in catalog.tensors.values() if t.quantized is not None]
+    check_globs(keep_dtype, [*dict.fromkeys([*catalog.tensors, *codes])], "--keep-dtype")
 
 
 def keeper(keep_dtype: Sequence[str], catalog: Catalog) -> Callable[[str], bool]:
@@ -310,7 +307,12 @@ def target_dtype(entry: TensorEntry, dtype: Dtype | None, is_kept: Callable[[str
     Raises:
         PlanError: tensors cannot be cast to this type.
     """
-    is_number = entry.is_scaled or (entry.dtype.is_castable and entry.quantized is None)
+    is_number = entry.dtype.is_castable and entry.quantized is None
+    if entry.is_computed and is_kept(entry.fqn):
+        raise PlanError(
+            f"--keep-dtype names a quantized weight by its new name: {printable(entry.fqn)!r}",
+            hint=f"give its name in the source: {printable(entry.stored_name)}",
+        )
     if dtype is None or not is_number or is_kept(entry.fqn):
         return entry.dtype
     return dtype_by_name(dtype)
@@ -337,7 +339,7 @@ def uncast(entries: Iterable[TensorEntry], dtype: Dtype | None) -> list[str]:
     These are types that are not cast, and the parts of quantized weights.
     """
     entries = list(entries) if dtype else []
-    parts = [e for e in entries if e.quantized is not None and not e.is_scaled]
+    parts = [e for e in entries if e.quantized is not None]
     left = [
         e
         for e in entries

@@ -61,5 +61,5 @@ def folder_of(store: Store) -> tuple[Store, str]:
 
 def overlaid(store: Store, files: Mapping[str, bytes]) -> Store:
     """Returns the store with these files in memory over it, in place of earlier ones."""
-    inner = store.inner if isinstance(store, Overlay) else store
+    inner = store.inner if type(store) is Overlay else store  # others have files of their own
     return Overlay(inner, files) if files else inner

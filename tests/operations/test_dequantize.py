@@ -19,6 +19,7 @@ import ckpt_tools
 from ckpt_tools import IntegrityError
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.engine.kernels import Bytes, cast
+from ckpt_tools.engine.unpacked import numbers_file
 from ckpt_tools.formats.registry import open_source
 from ckpt_tools.operations.dequantize import dequantize
 from tests.command import run_command
@@ -287,8 +288,9 @@ def test_a_resume_notices_other_scales(tmp_path: Path) -> None:
 
     def version() -> str:
         with contextlib.closing(open_source(folder).store):
-            source = open_source(folder)
-            return dequantize(source.catalog.tensors, source, lambda fqn: False).version
+            found = dequantize(open_source(folder), lambda fqn: False)
+            assert found is not None
+            return found.stored.store.version(numbers_file("a.weight"))
 
     before = version()
     assert before == version() != ""
@@ -301,11 +303,12 @@ def test_scales_alone_make_no_model(tmp_path: Path) -> None:
     got, notes = merged(tensors, tmp_path, select=["*weight"])
     assert got.keys() == {"a.weight"} and any("dequantized: 1" in note for note in notes)
     got, notes = merged(tensors | {"b": torch.ones(2)}, tmp_path, exclude=["*.weight"])
-    assert "b" in got and not any("dequantized" in note for note in notes)
+    assert got.keys() == {"b"}
     other = {"c.weight": codes_of(F8, 4, 4), "c.weight_scale": torch.rand(4, 1)}
     got, notes = merged(tensors | other, tmp_path, exclude=["a.weight"], dtype="bf16")
-    assert got["c.weight"].dtype is torch.bfloat16
-    assert got["a.weight_scale"].dtype is torch.float32  # of a weight that is left out
+    assert got.keys() == {"c.weight"} and got["c.weight"].dtype is torch.bfloat16
+    with pytest.raises(ckpt_tools.PlanError, match="--select matches none"):
+        merged(tensors, tmp_path, select=["*_scale"])
 
 
 def test_ranks_shard_the_numbers_as_they_shard_others(tmp_path: Path) -> None:
@@ -373,28 +376,57 @@ def test_scales_that_changed_since_they_were_sealed_are_refused(tmp_path: Path) 
     needle = tensors["a.weight_scale"][:20].numpy().tobytes()
     assert data.count(needle) == 1
     path.write_bytes(data.replace(needle, needle[:-1] + bytes([needle[-1] ^ 1])))
-    with pytest.raises(IntegrityError, match=r"a tensor is not what was sealed.*a\.weight_scale"):
+    with pytest.raises(IntegrityError, match=r"bytes were damaged since.*a\.weight_scale"):
         ckpt_tools.merge(tmp_path / "d", tmp_path / "out.safetensors", dtype="bf16")
     assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_a_key_map_that_moves_rows_is_refused(tmp_path: Path) -> None:
+def test_a_key_map_moves_rows_of_the_numbers(tmp_path: Path) -> None:
+    """It is the same as to write numbers first, and to convert these."""
     shape = {"q": 32, "k": 16, "v": 16}
     tensors: dict[str, torch.Tensor] = {}
     for part, rows in shape.items():
         name = f"model.layers.0.self_attn.{part}_proj.weight"
         tensors |= {name: codes_of(F8, rows, 32), f"{name}_scale": torch.rand(rows, 1)}
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ckpt_tools.PlanError):
-        ckpt_tools.convert(
-            tmp_path / "model.safetensors",
-            tmp_path / "out",
-            to="dcp",
-            key_map="llama_hf_to_titan",
-            settings={"heads": 4, "kv_heads": 2},
-            dtype="bf16",
-            partial=True,
-        )
+    how: dict[str, Any] = {
+        "key_map": "llama_hf_to_titan",
+        "settings": {"heads": 4, "kv_heads": 2},
+        "partial": True,
+    }
+    with pytest.raises(ckpt_tools.PlanError, match="a quantized weight .* cannot be cut"):
+        ckpt_tools.convert(tmp_path / "model.safetensors", tmp_path / "o", to="dcp", **how)
+    for name, source in (("codes", "model"), ("again", "numbers")):
+        path = tmp_path / f"{source}.safetensors"
+        if name == "codes":
+            ckpt_tools.merge(path, tmp_path / "numbers.safetensors", dtype="bf16")
+            ckpt_tools.merge(path, tmp_path / "sealed.safetensors")
+            path = tmp_path / "sealed.safetensors"
+        ckpt_tools.convert(path, tmp_path / name, to="dcp", ranks=2, dtype="bf16", **how)
+    with ckpt_tools.open(tmp_path / "codes") as one, ckpt_tools.open(tmp_path / "again") as two:
+        assert list(one.names()) == list(two.names()) and len(list(one.names())) == 3
+        for name in one.names():
+            assert name.startswith("layers.0.attention.")
+            assert torch.equal(one[name][...], two[name][...])
+
+
+def test_an_adapter_is_added_to_the_numbers(tmp_path: Path) -> None:
+    codes, scales = codes_of(F8, 40, 30), torch.rand(40, 1)
+    save_file({"a.weight": codes, "a.weight_scale": scales}, tmp_path / "model.safetensors")
+    lora, rank = tmp_path / "lora", 4
+    lora.mkdir()
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["a"]}
+    (lora / "adapter_config.json").write_text(json.dumps(config))
+    a, b = torch.randn(rank, 30), torch.randn(40, rank)
+    front = "base_model.model.a.lora_"
+    save_file({f"{front}A.weight": a, f"{front}B.weight": b}, lora / "adapter_model.safetensors")
+    source = tmp_path / "model.safetensors"
+    with pytest.raises(ckpt_tools.PlanError, match="quantized"):
+        ckpt_tools.merge(source, tmp_path / "out.safetensors", lora=lora)
+    ckpt_tools.merge(source, tmp_path / "out.safetensors", lora=lora, dtype="fp32")
+    got = load_file(tmp_path / "out.safetensors")["a.weight"]
+    want = codes.float() * scales + 2.0 * b.double().matmul(a.double()).float()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

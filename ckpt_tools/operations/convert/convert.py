@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack, cast
 
 from ckpt_tools.core.catalog import Catalog
@@ -101,7 +102,7 @@ def convert_source(
     The arguments are those of `prepare`; `prove` is that of `TransferRequest`.
     """
     request, parts = prepare(source, dst, to, how, operation, changes, about, is_unordered)
-    result = transfer(replace(request, prove=prove))
+    result = transfer(request if prove is None else replace(request, prove=prove))
     is_model = how.get("model_only") or TARGETS[to].is_model
     parts.notes.extend(_notes_on(source.catalog, to, bool(is_model)))
     if how.get("check") and not result.is_dry_run and (how.get("group") or ALONE).rank == 0:
@@ -131,15 +132,16 @@ def prepare(
     """
     storage_options = how.get("storage_options")
     is_model = how.get("model_only") or TARGETS[to].is_model
+    given, numbers = source, None
+    if how.get("dtype") is not None:
+        numbers = dequantize(source, matcher(how.get("keep_dtype", ())))
+    if numbers is not None:
+        source, given = numbers.shown, numbers.stored
     taken = _taken_apart(source, to, how, bool(is_model), is_unordered)
     parts = _named_by_transformers(_renamed(taken, source, how), to, how, source)
     parts.tensors = {fqn: t for fqn, t in parts.tensors.items() if not fqn.startswith(_COPIES)}
-    numbers = None
-    if how.get("dtype") is not None:
-        is_kept, above = matcher(how.get("keep_dtype", ())), "".join(f"{k}." for k in parts.prefix)
-        numbers = dequantize(parts.model, source, lambda fqn: is_kept(fqn) or is_kept(above + fqn))
-        parts.model = numbers.tensors
-        parts.is_dequantized = bool(numbers.alter)
+    if numbers is not None:
+        parts.is_dequantized = bool(numbers.parts)
         parts.notes += numbers.notes
     if not parts.model and not parts.optimizers and not parts.tensors:
         what = f"no tensors are left of {len(source.catalog.tensors)} ({printable(source.path)})"
@@ -157,15 +159,15 @@ def prepare(
     accept = check_loads if how.get("check") else None
     wanted = TransferRequest(
         operation,
-        source.with_memory_files(layout.memory_file.files),
+        given.with_memory_files(layout.memory_file.files),
         catalog,
         open_destination(dst, storage_options, accept),
         form,
         request,
         options,
         left_out=_dropped(source.catalog, catalog, layout.parts),
-        alter=numbers.by_name(catalog) if numbers is not None else {},
-        changes=changes + (numbers.version if numbers is not None else ""),
+        changes=changes,
+        prove=partial(numbers.prove, catalog) if numbers is not None and numbers.parts else None,
         about=about,
     )
     return wanted, parts
@@ -284,7 +286,8 @@ def _named_by_transformers(
     base, wanted = how.get("base"), how.get("names")
     if base is None or (wanted is None and to != "hf") or not parts.model:
         return parts
-    if wanted is None and parts.model.keys() <= shapes_in(base).keys():
+    is_computed = any(entry.is_computed for entry in parts.model.values())
+    if wanted is None and parts.model.keys() <= shapes_in(base, is_computed).keys():
         return parts  # the directory has files with these names
     try:
         names, reason = ask_transformers(base, read_config(base))

@@ -66,7 +66,7 @@ def find_sharded(model: Mapping[str, TensorEntry], trained: Collection[str]) -> 
         if name in trained or name in cut:
             return True
         is_buffer = is_norm_buffer(name) or name.rpartition(".")[2] in _BUFFERS
-        is_number = entry.dtype.is_castable or entry.is_scaled
+        is_number = entry.dtype.is_castable
         if not entry.shape or not is_number or is_buffer:
             return False
         return not cut or entry.shape[0] == 1  # a single row cannot be sharded

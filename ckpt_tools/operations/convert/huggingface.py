@@ -358,7 +358,7 @@ def untie(source: Source, catalog: Catalog, config: Mapping[str, Any], notes: li
 
 
 def _are_equal(source: Source, a: TensorEntry, b: TensorEntry) -> bool:
-    if (a.shape, a.dtype) != (b.shape, b.dtype) or a.is_scaled or b.is_scaled:  # by scales, too
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     if a.chunks == b.chunks:
         return True

@@ -103,7 +103,7 @@ class TargetLayout:
             self.parts.notes.append(f"stripped from names: {printable(gone)}")
         self._model_names = {name_of((*above, fqn)) for fqn in self.parts.model}
         select, exclude = self.how.get("select", ()), self.how.get("exclude", ())
-        check_kept(self.how.get("keep_dtype", ()), self.how.get("dtype"), list(catalog.tensors))
+        check_kept(self.how.get("keep_dtype", ()), self.how.get("dtype"), catalog)
         self._is_kept = keeper(self.how.get("keep_dtype", ()), catalog)
         self.parts.notes += uncast(catalog.tensors.values(), self.how.get("dtype"))
         self.parts.notes += self._not_of_the_model()

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.core.catalog import Catalog, TensorEntry
+from ckpt_tools.core.selection import matcher
 from ckpt_tools.errors import CheckpointError, PlanError, printable
 from ckpt_tools.formats.registry import open_source
 from ckpt_tools.operations.convert.child_process import ask
+from ckpt_tools.operations.dequantize import dequantize
 
 _SHOWN = 4
 _COMPARE = """
@@ -67,7 +69,7 @@ def compare_with_model(
     Raises:
         PlanError: transformers would start weights at random, or ignore some.
     """
-    there = shapes_in(base)
+    there = shapes_in(base, any(entry.is_computed for entry in catalog.tensors.values()))
     if {fqn: entry.shape for fqn, entry in catalog.tensors.items()} in (there, saved):
         return []
     try:
@@ -110,8 +112,13 @@ def compare_with_model(
     return told
 
 
-def shapes_in(base: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the weights in a model's directory; none if there are no weights."""
+def shapes_in(base: str | os.PathLike[str], as_numbers: bool = False) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the weights in a model's directory; none if there are no weights.
+
+    Args:
+        base: the directory.
+        as_numbers: of quantized weights, those of their numbers.
+    """
     if not any(Path(base).glob("*.safetensors")):
         return {}
     try:
@@ -119,7 +126,9 @@ def shapes_in(base: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
     except CheckpointError:  # weights of which parts are missing prove nothing
         return {}
     try:
-        return {fqn: entry.shape for fqn, entry in source.catalog.tensors.items()}
+        found = dequantize(source, matcher(())) if as_numbers else None
+        catalog = source.catalog if found is None else found.shown.catalog
+        return {fqn: entry.shape for fqn, entry in catalog.tensors.items()}
     finally:
         source.store.close()
 

@@ -1,0 +1,212 @@
+"""A store that has the numbers of quantized weights as further files: to read one is to compute it.
+
+An operation that reads these files works as with any tensor of float32.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tools.core.box import Box, flat_start
+from ckpt_tools.core.catalog import Payloads
+from ckpt_tools.core.checksum import crc64nvme
+from ckpt_tools.core.plan import Plan, TensorPlan
+from ckpt_tools.engine.crc_watch import CrcWatch
+from ckpt_tools.engine.execute import Reader, check_filled
+from ckpt_tools.engine.fingerprints import Fingerprints
+from ckpt_tools.engine.formulas import Formula, Part, Unit, value_of
+from ckpt_tools.engine.schedule import Sources, Tile
+from ckpt_tools.engine.sinks import empty_bytes
+from ckpt_tools.storage import Store
+from ckpt_tools.storage.overlay import Overlay
+
+_FOLDER = "numbers/"  # before the names of these files; no format looks into it
+_ITEM_BYTES = 4
+_KEPT_BYTES, _KEPT_BOXES = 64 << 20, 8  # of boxes that other numbers may need, too
+
+
+def numbers_file(name: str) -> str:
+    """Returns the file that has the numbers of a weight, by the stored name of its codes."""
+    return _FOLDER + name
+
+
+@dataclass
+class PartsReading:
+    """How the stored tensors of quantized weights are read.
+
+    Attributes:
+        plan: the stored tensors.
+        located: the positions of their payloads.
+        watch: compares their CRC-32.
+        fingerprints: of the bytes that were read.
+    """
+
+    plan: Plan
+    located: Payloads
+    watch: CrcWatch
+    fingerprints: Fingerprints = field(default_factory=Fingerprints)
+
+
+class UnpackedStore(Overlay):
+    """A store with the numbers of quantized weights as files over its own. They are not listed."""
+
+    def __init__(
+        self,
+        inner: Store,
+        formulas: Mapping[str, Formula],
+        begin: Callable[[], PartsReading],
+    ) -> None:
+        """Takes the formula of each weight.
+
+        Args:
+            inner: the store of the checkpoint.
+            formulas: by the name of the file that has the numbers.
+            begin: called once before anything is read.
+        """
+        super().__init__(inner, {})
+        self.capabilities = replace(inner.capabilities, has_descriptors=False)
+        self._formulas, self._begin = formulas, begin
+        self._boxes: _Boxes | None = None
+        self._lock = threading.Lock()
+        self._announced = set[tuple[str, Box]]()
+        self.close = self._close
+
+    def opened(self) -> PartsReading:
+        """Returns how the stored tensors are read."""
+        return self._opened().reading
+
+    def size(self, path: str) -> int:
+        formula = self._formulas.get(path)
+        return self.inner.size(path) if formula is None else _numel(formula) * _ITEM_BYTES
+
+    def version(self, path: str) -> str:
+        formula = self._formulas.get(path)
+        if formula is None:
+            return self.inner.version(path)
+        parts = [self._opened().tensors[part.name] for part in formula.parts.values()]
+        files = sorted({chunk.extent.file for tensor in parts for chunk in tensor.chunks})
+        return " ".join([str(formula), *map(self.inner.version, files)])
+
+    def view(self, path: str, start: int, nbytes: int) -> memoryview | None:
+        return None if path in self._formulas else self.inner.view(path, start, nbytes)
+
+    def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
+        if not self.capabilities.fetches_ahead:
+            return
+        found: list[tuple[str, int, int]] = []
+        for path, start, nbytes in ranges:
+            formula = self._formulas.get(path)
+            if formula is None:
+                found.append((path, start, nbytes))
+                continue
+            at, stop = start // _ITEM_BYTES, (start + nbytes) // _ITEM_BYTES
+            while at < stop:
+                unit = formula.unit(at)
+                found += self._reads(formula, unit)
+                at = unit.stop
+        self.inner.will_read(found, is_all)
+
+    def _reads(self, formula: Formula, unit: Unit) -> Iterable[tuple[str, int, int]]:
+        """Yields the reads of a unit that were not announced before."""
+        for role, box in unit.boxes.items():
+            key = formula.parts[role].name, box
+            if key not in self._announced:
+                self._announced.add(key)
+                for read in self._opened().tile(*key).reads:
+                    yield read.file, read.start, read.nbytes
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        formula = self._formulas.get(path)
+        if formula is None:
+            self.inner.read_into(path, start, buffer)
+            return
+        into, at = np.frombuffer(buffer, np.float32), start // _ITEM_BYTES
+        boxes, first, stop = self._opened(), at, at + len(into)
+        while at < stop:
+            unit = formula.unit(at)
+            end = min(stop, unit.stop)
+            found = {role: boxes.get(formula.parts[role], box) for role, box in unit.boxes.items()}
+            formula.fill(found, at, into[at - first : end - first])
+            at = end
+
+    def _opened(self) -> _Boxes:
+        with self._lock:
+            if self._boxes is None:
+                self._boxes = _Boxes(self.inner, self._begin())
+            return self._boxes
+
+    def _close(self) -> None:
+        with self._lock:
+            self._boxes = None  # a second try reads everything again
+            self._announced.clear()
+        self.inner.close()
+
+
+def _numel(formula: Formula) -> int:
+    return Box((0,) * len(formula.shape), formula.shape).numel
+
+
+class _Boxes:
+    """Boxes of stored tensors, in memory while they are in use.
+
+    Each is read once, however many threads want it.
+    """
+
+    def __init__(self, store: Store, reading: PartsReading) -> None:
+        self._store, self.reading = store, reading
+        self.tensors = {tensor.fqn: tensor for tensor in reading.plan.tensors}
+        self._sources: dict[str, Sources] = {}
+        self._lock = threading.Lock()
+        self._found: OrderedDict[tuple[str, Box], npt.NDArray[Any]] = OrderedDict()
+        self._busy: dict[tuple[str, Box], threading.Lock] = {}
+
+    def get(self, part: Part, box: Box) -> npt.NDArray[Any]:
+        """Returns the elements of a box of a part."""
+        key = part.name, box
+        with self._lock:
+            if (found := self._found.get(key)) is not None:
+                self._found.move_to_end(key)
+                return found
+            busy = self._busy.setdefault(key, threading.Lock())
+        with busy:
+            with self._lock:
+                found = self._found.get(key)
+            if found is None:
+                found = self._read(part, box)
+            with self._lock:
+                self._found[key] = found
+                self._busy.pop(key, None)
+                nbytes = sum(array.nbytes for array in self._found.values())
+                while nbytes > _KEPT_BYTES and len(self._found) > _KEPT_BOXES:
+                    nbytes -= self._found.popitem(last=False)[1].nbytes
+        return found
+
+    def tile(self, name: str, box: Box) -> Tile:
+        """Returns the reads of a box of a stored tensor."""
+        tensor = self.tensors[name]
+        with self._lock:
+            sources = self._sources.get(name)
+            if sources is None:
+                sources = self._sources[name] = Sources(tensor, self.reading.located)
+        tile = Tile(tensor, box, sources.reads(box), ())
+        check_filled(tile)
+        return tile
+
+    def _read(self, part: Part, box: Box) -> npt.NDArray[Any]:
+        tile = self.tile(part.name, box)
+        data = empty_bytes(box.numel * part.dtype.itemsize)
+        Reader(self._store, self.reading.watch).fill([(tile, data)])
+        self._note(tile.tensor, box, crc64nvme(data.data), len(data))
+        return value_of(part, data, box.sizes)
+
+    def _note(self, tensor: TensorPlan, box: Box, crc: int, nbytes: int) -> None:
+        start = flat_start(box, tensor.shape) * tensor.src_dtype.itemsize
+        with self._lock:
+            self.reading.fingerprints.add_range(tensor, start, nbytes, crc)
