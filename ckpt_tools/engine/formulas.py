@@ -484,7 +484,7 @@ class Words(Formula):
         per_word = slice(low * self.bits // _WORD_BITS, -(-high * self.bits // _WORD_BITS))
         zeros = found["zeros"].view("<u4")[..., 0][:, per_word]
         if self.is_awq:
-            into[:] = _awq(words[:, per_word], high - low).T
+            code.decode(_awq_lines(words[:, per_word]), into)
             zero = _awq(zeros, high - low)
         else:
             lines = np.ascontiguousarray(words[:, low:high].T).view(np.uint8)
@@ -511,10 +511,24 @@ class Words(Formula):
 
 def _awq(words: npt.NDArray[np.uint32], columns: int) -> Singles:
     """Returns the codes of 4 bits in words of AWQ: `[n, columns]` for `[n, columns / 8]`."""
-    codes = np.empty((words.shape[0], words.shape[1] * 8), np.float32)
-    Codes(4).decode(np.ascontiguousarray(words).view(np.uint8), codes)
-    place = np.argsort(_AWQ_COLUMNS)
-    return codes.reshape(len(words), -1, 8)[:, :, place].reshape(len(words), -1)[:, :columns]
+    ordered = np.zeros(words.shape, np.uint32)
+    for nibble, column in enumerate(_AWQ_COLUMNS):
+        ordered |= (words >> np.uint32(4 * nibble) & np.uint32(15)) << np.uint32(4 * column)
+    codes = np.empty((len(words), columns), np.float32)
+    Codes(4).decode(ordered.view(np.uint8), codes)
+    return codes
+
+
+def _awq_lines(words: npt.NDArray[np.uint32]) -> Bytes:
+    """Returns the codes of each output, two of inputs in a byte: `[8 m, n / 2]` for `[n, m]`."""
+    first, second, low = words[0::2], words[1::2], np.uint32(0x0F0F0F0F)
+    even = first & low | (second & low) << np.uint32(4)  # nibbles 0, 2, 4 and 6 of each word
+    odd = first >> np.uint32(4) & low | second & ~low
+    data = np.empty((*even.shape, len(_AWQ_COLUMNS)), np.uint8)
+    for nibble, column in enumerate(_AWQ_COLUMNS):
+        found = odd if nibble % 2 else even
+        data[:, :, column] = found.view(np.uint8).reshape(*even.shape, 4)[:, :, nibble // 2]
+    return np.ascontiguousarray(data.reshape(len(even), -1).T)
 
 
 # ---- blocks over the flattened weight ------------------------------------------------------------
@@ -561,12 +575,13 @@ class Flat(Formula):
             scales = scales * found["nested_scales"].reshape(-1)[number // self.nested_block]
             scales = scales + np.float32(self.offset)
         table, data = found["map"].reshape(-1), found["codes"].reshape(-1)
-        pairs = np.stack([np.repeat(table, 16), np.tile(table, 16)], axis=1)
+        pairs = np.stack([np.repeat(table, 16), np.tile(table, 16)], axis=1).view(np.uint64)
         for low in range(0, len(into), _BLOCK_NUMEL):
             high = min(len(into), low + _BLOCK_NUMEL)
             first, last = start + low - unit.start, start + high - unit.start
             codes = data[first // 2 : -(-last // 2)]
-            numbers = pairs[codes].reshape(-1)[first % 2 :][: high - low]
+            numbers = pairs.ravel().take(codes, mode="clip").view(np.float32)
+            numbers = numbers[first % 2 :][: high - low]
             blocks = np.arange(first // self.block, -(-last // self.block))
             wide = np.repeat(scales[blocks], self.block)[first % self.block :][: high - low]
             np.multiply(numbers, wide, out=into[low:high])

@@ -187,8 +187,12 @@ def _cast_block(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
 def round_to_bfloat16(singles: npt.NDArray[np.float32], into: npt.NDArray[np.uint16]) -> None:
     """Rounds float32 values to bfloat16, to even if two are equally near."""
     bits = singles.view(np.uint32)
-    rounded = bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))
-    into[:] = rounded >> 16
+    rounded = bits >> 16
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= 16
+    into[:] = rounded
     nan = np.isnan(singles)
     if nan.any():
         into[nan] = (bits[nan] >> 16).astype(np.uint16) & _SIGN | np.uint16(0x7FC0)

@@ -29,7 +29,7 @@ from ckpt_tools.storage.overlay import Overlay
 
 _FOLDER = "numbers/"  # before the names of these files; no format looks into it
 _ITEM_BYTES = 4
-_KEPT_BYTES, _KEPT_BOXES = 64 << 20, 8  # of boxes that other numbers may need, too
+_KEPT_BYTES, _KEPT_BOXES = 16 << 20, 8  # of boxes that other numbers may need, too
 
 
 def numbers_file(name: str) -> str:
@@ -166,6 +166,7 @@ class _Boxes:
         self._lock = threading.Lock()
         self._found: OrderedDict[tuple[str, Box], npt.NDArray[Any]] = OrderedDict()
         self._busy: dict[tuple[str, Box], threading.Lock] = {}
+        self._nbytes = 0
 
     def get(self, part: Part, box: Box) -> npt.NDArray[Any]:
         """Returns the elements of a box of a part."""
@@ -178,14 +179,15 @@ class _Boxes:
         with busy:
             with self._lock:
                 found = self._found.get(key)
-            if found is None:
-                found = self._read(part, box)
+            if found is not None:
+                return found
+            found = self._read(part, box)
             with self._lock:
                 self._found[key] = found
+                self._nbytes += found.nbytes
                 self._busy.pop(key, None)
-                nbytes = sum(array.nbytes for array in self._found.values())
-                while nbytes > _KEPT_BYTES and len(self._found) > _KEPT_BOXES:
-                    nbytes -= self._found.popitem(last=False)[1].nbytes
+                while self._nbytes > _KEPT_BYTES and len(self._found) > _KEPT_BOXES:
+                    self._nbytes -= self._found.popitem(last=False)[1].nbytes
         return found
 
     def tile(self, name: str, box: Box) -> Tile:

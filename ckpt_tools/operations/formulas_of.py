@@ -413,7 +413,7 @@ class FormulaFinder:
         if is_awq:
             inputs, lowest = there["codes"].shape[0], 0
             fits = bits == 4 and said.get("version", "gemm") == "gemm"
-            fits &= there["codes"].shape[1] * _AWQ_PER_WORD == outputs
+            fits &= there["codes"].shape[1] * _AWQ_PER_WORD == outputs and inputs % 2 == 0
         else:
             if bits not in _GPTQ_BITS or said.get("checkpoint_format", "gptq") not in _GPTQ_ZEROS:
                 raise _Unsure("its config does not tell bits and format")
