@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Unpack
 
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import Catalog, Extent, TensorEntry, one_chunk
+from ckpt_tools.core.catalog import Catalog, Extent, one_chunk
 from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.naming import find_model, key_path, shared_key
@@ -31,6 +31,7 @@ from ckpt_tools.operations.convert.convert import convert_source
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.convert.options import Conversion, check_request
 from ckpt_tools.operations.convert.targets import TARGETS
+from ckpt_tools.operations.dequantize import Dequantized, dequantize
 from ckpt_tools.operations.merge_reshard import check_kept, left_out, model_view, target_dtype
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.sealed_source import open_sealed
@@ -118,10 +119,10 @@ def average(
     group = how.get("group") or ALONE
     with group.phase("open all"):
         found = [_open(path, how) for path in paths]
-        opened = [source for source, _ in found]
+        opened = [numbers.shown for numbers, _ in found]
         for source in opened:
             check_apart(source.path, os.fspath(dst))
-        mean = _Mean(opened, [sealed for _, sealed in found], factors, divisor, how)
+        mean = _Mean([n for n, _ in found], [sealed for _, sealed in found], factors, divisor, how)
     if "ranks" in TARGETS[target].options and rest.get("ranks") is None:
         rest["ranks"] = opened[-1].catalog.world_size or 1
     about = {
@@ -146,10 +147,12 @@ def _target_of(dst: str) -> str:
     )
 
 
-def _open(path: Path_, how: Conversion) -> tuple[Source, Manifest | None]:
+def _open(path: Path_, how: Conversion) -> tuple[Dequantized, Manifest | None]:
     source, sealed = open_sealed(path, how.get("storage_options"), lay_beside(how.get("shapes")))
     check_needed(how.get("shapes"), source.catalog)
-    return source, sealed
+    if how.get("dtype") is None:
+        return Dequantized(source, source), sealed
+    return dequantize(source, matcher(how.get("keep_dtype", ()))), sealed
 
 
 # ---- which checkpoints, with which weights -------------------------------------------------------
@@ -268,7 +271,7 @@ def _decay(schedule: str | None, done: float) -> float:
 class _Term:
     """One checkpoint, its model by the names of `merge`, and the checksums of its manifest."""
 
-    source: Source
+    numbers: Dequantized
     view: Catalog
     plan: Plan
     fingerprints: Mapping[str, SealedFingerprint]
@@ -279,19 +282,20 @@ class _Mean:
 
     def __init__(
         self,
-        opened: Sequence[Source],
+        numbers: Sequence[Dequantized],
         sealed: Sequence[Manifest | None],
         weights: Sequence[float],
         divisor: float,
         how: Conversion,
     ) -> None:
+        opened = [one.shown for one in numbers]
         views, self._stripped = _models_of(opened, how)
         _refuse_misfits(opened, views)
         self.left_out: dict[str, int] = {}
         for source, view in zip(opened, views, strict=True):
             self.left_out |= left_out(source.catalog, view)
         check_kept(how.get("keep_dtype", ()), how.get("dtype"), views[-1])
-        self._terms = [_term(*found) for found in zip(opened, views, sealed, strict=True)]
+        self._terms = [_term(*found) for found in zip(numbers, views, sealed, strict=True)]
         newest, is_kept = views[-1], matcher(how.get("keep_dtype", ()))
         self._dtypes = {
             fqn: target_dtype(entry, how.get("dtype"), is_kept)
@@ -310,7 +314,7 @@ class _Mean:
             opened[-1],
             store=self._store,
             format=safetensors,
-            catalog=_computed_catalog(opened[-1].catalog, shapes, self._dtypes),
+            catalog=_computed_catalog(opened[-1].catalog, newest, self._dtypes),
         )
         self.version = f"{list(weights)} {divisor} " + str(
             crc64nvme(" ".join(map(self._store.version, shapes)).encode())
@@ -335,7 +339,9 @@ class _Mean:
                 hint="average the models before you quantize",
             )
         for term, computed in zip(self._terms, self._computed, strict=True):
-            prove_fingerprints(term.source, term.fingerprints, computed.fingerprints.join())
+            found = computed.fingerprints.join()
+            prove_fingerprints(term.numbers.stored, term.fingerprints, found)
+            term.numbers.prove(term.view, group)
 
     def notes(self) -> list[str]:
         """Returns remarks on names, types and values."""
@@ -343,6 +349,7 @@ class _Mean:
             f"stripped from names: {printable(prefix)} ({number:,})"
             for prefix, number in self._stripped.items()
         ]
+        notes += dict.fromkeys(note for term in self._terms for note in term.numbers.notes)
         if self._mixed:
             notes.append(f"of several types, written as the last one has it: {_some(self._mixed)}")
         if differing := sorted({fqn for fqn, _ in self._store.notes.differing}):
@@ -405,7 +412,7 @@ def _checked_view(source: Source, view: Catalog) -> Catalog:
         raise PlanError(
             f"no mean of quantized weights: {described(weights)}, such as"
             f" {printable(weights[0].codes)!r} in {redacted(source.path)}",
-            hint="average the models before you quantize",
+            hint="--dtype bf16 takes their numbers, where their formula is known",
         )
     for fqn, entry in view.tensors.items():
         name = entry.dtype.name
@@ -445,13 +452,13 @@ def _refuse_misfits(opened: Sequence[Source], views: Sequence[Catalog]) -> None:
         )
 
 
-def _term(source: Source, view: Catalog, sealed: Manifest | None) -> _Term:
+def _term(numbers: Dequantized, view: Catalog, sealed: Manifest | None) -> _Term:
     plan = plan_values(view.tensors.values())
-    return _Term(source, view, plan, sealed_fingerprints(sealed, source, view, plan))
+    return _Term(numbers, view, plan, sealed_fingerprints(sealed, numbers.stored, view, plan))
 
 
 def _mean_term(term: _Term, weight: float) -> MeanTerm:
-    source, tensors = term.source, list(term.view.tensors.values())
+    source, tensors = term.numbers.stored, list(term.view.tensors.values())
     unsealed = [t for t in tensors if t.fqn not in term.fingerprints]
     prove_replicas(source, unsealed)
     located = source.format.locate(source.store, tensors)
@@ -465,14 +472,14 @@ def _mean_term(term: _Term, weight: float) -> MeanTerm:
     )
 
 
-def _computed_catalog(
-    newest: Catalog, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, DType]
-) -> Catalog:
+def _computed_catalog(newest: Catalog, view: Catalog, dtypes: Mapping[str, DType]) -> Catalog:
     """Returns a catalog in which each tensor is one chunk of a file of its own name."""
     entries, sizes = {}, {}
-    for fqn, shape in shapes.items():
-        box = whole(shape)
+    for fqn, entry in view.tensors.items():
+        box = whole(entry.shape)
         sizes[fqn] = box.numel * dtypes[fqn].itemsize
-        extent = Extent(fqn, 0, sizes[fqn])
-        entries[fqn] = TensorEntry(fqn, dtypes[fqn], shape, one_chunk(box, extent))
+        chunks = one_chunk(box, Extent(fqn, 0, sizes[fqn]))
+        entries[fqn] = replace(
+            entry, fqn=fqn, dtype=dtypes[fqn], chunks=chunks, stored="", stretches=()
+        )
     return Catalog(newest.format, entries, file_sizes=sizes, world_size=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ckpt_tools.core.box import whole
 from ckpt_tools.core.catalog import Catalog, Extent, QuantizedWeight, TensorEntry, one_chunk
@@ -41,19 +41,26 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Dequantized:
-    """A checkpoint that is shown with numbers.
+    """A checkpoint that is shown with numbers; with none if it has no quantized weights.
 
     Attributes:
         shown: the checkpoint, with the numbers as tensors. Its store computes them.
         stored: the same store, with the catalog of what is stored.
-        notes: for the report.
         parts: by the name of the numbers, the stored tensors that they are computed from.
+        weights: by the name of the numbers, the quantized weight.
+        notes: for the report.
     """
 
     shown: Source
     stored: Source
-    notes: Sequence[str]
-    parts: Mapping[str, Sequence[str]]
+    parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    weights: Mapping[str, QuantizedWeight] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    def kind(self, entry: TensorEntry) -> str:
+        """Returns the type of a tensor; of numbers, that of their codes."""
+        weight = self.weights.get(entry.stored_name) if entry.is_computed else None
+        return entry.dtype.name if weight is None else described([weight]).partition(" ")[2]
 
     def prove(self, catalog: Catalog, group: Group) -> None:
         """Compares the bytes that all ranks have read with their checksums.
@@ -68,7 +75,8 @@ class Dequantized:
             IntegrityError: they are not what was written.
         """
         store = self.stored.store
-        assert isinstance(store, UnpackedStore)
+        if not isinstance(store, UnpackedStore):
+            return
         files = {c.extent.file for t in catalog.tensors.values() if t.is_computed for c in t.chunks}
         names = {
             part
@@ -103,7 +111,7 @@ class Dequantized:
 
 def dequantize(
     source: Source, is_kept: Callable[[str], bool], key: str | None = None
-) -> Dequantized | None:
+) -> Dequantized:
     """Shows the quantized weights of a model as numbers, where their formula is known for sure.
 
     Args:
@@ -112,15 +120,12 @@ def dequantize(
             that within the model, and that without the prefixes of wrappers.
         key: of the model; found if None.
 
-    Returns:
-        None if the model has no quantized weights.
-
     Raises:
         IntegrityError: a tensor on which a formula depends is not what was sealed.
     """
     catalog = source.catalog
     if not weights_in(catalog.tensors.values()):
-        return None
+        return Dequantized(source, source)
     model = {t.stored_name: fqn for fqn, t in model_only(catalog, key)[0].tensors.items()}
 
     def stays(name: str) -> bool:
@@ -150,7 +155,7 @@ def dequantize(
         for (scheme, why), number in reasons.most_common(_SHOWN)
     ]
     if not done:
-        return Dequantized(source, source, notes, {}) if notes else None
+        return Dequantized(source, source, notes=notes)
     parts = {
         name: [*dict.fromkeys(part.name for part in formula.parts.values())]
         for name, formula in formulas.items()
@@ -173,7 +178,11 @@ def dequantize(
     by_file = {numbers_file(name): formula for name, formula in formulas.items()}
     store = UnpackedStore(source.store, by_file, begin)
     return Dequantized(
-        replace(source, store=store, catalog=shown), replace(source, store=store), notes, parts
+        replace(source, store=store, catalog=shown),
+        replace(source, store=store),
+        parts,
+        {names[weight.codes]: weight for weight in done},
+        notes,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple, Unpack
 
@@ -27,6 +27,7 @@ from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.convert.object_reader import ObjectReader
+from ckpt_tools.operations.dequantize import Dequantized, dequantize
 from ckpt_tools.operations.merge_reshard import model_view
 from ckpt_tools.publish.sealed_source import checked_manifest
 from ckpt_tools.ranks.base import ALONE, check_agreement
@@ -139,6 +140,10 @@ def diff(
     If they have no name in common, the models are compared by the names of `merge`. These names
     lack the model's key and the prefixes of wrappers.
 
+    A quantized weight that both have in the same tensors is compared by these: codes, scales and
+    the like. If they differ, or the other checkpoint has it otherwise, its numbers are compared.
+    Within a tolerance, only these count.
+
     Args:
         a, b: checkpoints, or directories with one below; paths or URLs.
         select: globs of names; only entries that match one are compared.
@@ -157,7 +162,12 @@ def diff(
         beside = lay_beside(options.get("shapes"))
         one, two = (open_source(path, options.get("storage_options"), beside) for path in (a, b))
         check_needed(options.get("shapes"), one.catalog, two.catalog)
-        left, right, notes = _views(one.catalog, two.catalog, select, exclude)
+        mine_shown, theirs_shown = _shown(one, two)
+        one, two = mine_shown.stored, theirs_shown.stored
+        left, right, notes = _views(
+            mine_shown.shown.catalog, theirs_shown.shown.catalog, select, exclude
+        )
+        notes += dict.fromkeys((*mine_shown.notes, *theirs_shown.notes))
         if unknown := {**one.catalog.unknown, **two.catalog.unknown}:
             some = ", ".join(
                 f"{printable(name)} ({printable(kind)})"
@@ -173,10 +183,17 @@ def diff(
     )
     mine, theirs = _entries(left), _entries(right)
     both = [(x, theirs[fqn]) for fqn, x in mine.items() if fqn in theirs]
-    changes = [
-        Change(x.fqn, x.shape, y.shape, _kind(left, x), _kind(right, y))
+    kinds = {
+        x.fqn: (
+            "bytes" if x.fqn in left.objects else mine_shown.kind(x),
+            "bytes" if y.fqn in right.objects else theirs_shown.kind(y),
+        )
         for x, y in both
-        if x.fqn not in alike and (x.shape, _kind(left, x)) != (y.shape, _kind(right, y))
+    }
+    changes = [
+        Change(x.fqn, x.shape, y.shape, *kinds[x.fqn])
+        for x, y in both
+        if x.fqn not in alike and (x.shape != y.shape or kinds[x.fqn][0] != kinds[x.fqn][1])
     ]
     both = [
         (x, y)
@@ -206,12 +223,17 @@ def diff(
         **_compare(one, two, [p for p in work if p[0].fqn in codes], 0.0, 0.0, options),
         **_compare(one, two, objects, 0.0, 0.0, options),
     }
+    other = [x for x, _ in both if x.fqn in tallies and tallies[x.fqn].num_different]
+    found = {
+        x.fqn: _difference(x, tallies[x.fqn], x.fqn in left.objects, x.fqn in codes) for x in other
+    }
+    wrong = {x.quantized.codes for x in other if x.quantized is not None}
+    by_value, within = _by_value(one, two, wrong, atol, rtol, options)
+    found = {fqn: d for fqn, d in found.items() if not (atol or rtol) or fqn not in within}
+    found |= by_value  # where codes are called so, too
+    differences = list(found.values())
     for source in (one, two):
         source.store.close()
-    other = [x for x, _ in both if x.fqn in tallies and tallies[x.fqn].num_different]
-    differences = [
-        _difference(x, tallies[x.fqn], x.fqn in left.objects, x.fqn in codes) for x in other
-    ]
     return DiffResult(
         redacted(one.path),
         redacted(two.path),
@@ -255,8 +277,46 @@ def _entries(catalog: Catalog) -> dict[str, TensorEntry]:
     return {**catalog.tensors, **objects}
 
 
-def _kind(catalog: Catalog, entry: TensorEntry) -> str:
-    return "bytes" if entry.fqn in catalog.objects else entry.dtype.name
+def _shown(a: Source, b: Source) -> tuple[Dequantized, Dequantized]:
+    """Returns both with numbers in the place of the weights that they do not store alike."""
+    kinds = [{f: (t.dtype, t.shape) for f, t in s.catalog.tensors.items()} for s in (a, b)]
+    alike = {
+        part
+        for weight in weights_in(a.catalog.tensors.values())
+        if all(kinds[0][part] == kinds[1].get(part) for part in weight.parts)
+        for part in weight.parts
+    }
+    return dequantize(a, alike.__contains__), dequantize(b, alike.__contains__)
+
+
+def _by_value(
+    a: Source, b: Source, codes: Set[str], atol: float, rtol: float, options: Reading
+) -> tuple[dict[str, Difference], set[str]]:
+    """Compares the numbers of the weights with these codes, which both store alike.
+
+    Returns:
+        The differences by name, and the parts of the weights whose numbers do not differ.
+    """
+    if not codes:
+        return {}, set()
+    parts = {
+        part
+        for weight in weights_in(a.catalog.tensors.values())
+        if weight.codes not in codes
+        for part in weight.parts
+    }
+    one, two = (dequantize(source, parts.__contains__) for source in (a, b))
+    theirs = two.shown.catalog.tensors
+    pairs = [(one.shown.catalog.tensors[n], theirs[n]) for n in one.parts if n in two.parts]
+    pairs = [(x, y) for x, y in pairs if x.shape == y.shape]
+    tallies = _compare(one.stored, two.stored, pairs, atol, rtol, options)
+    found = {
+        x.fqn: _difference(x, tallies[x.fqn], False)
+        for x, _ in pairs
+        if x.fqn in tallies and tallies[x.fqn].num_different
+    }
+    equal = {x.fqn for x, _ in pairs} - found.keys()
+    return found, {part for name in equal for part in one.weights[name].parts}
 
 
 def _views(

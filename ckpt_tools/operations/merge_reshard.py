@@ -38,7 +38,7 @@ from ckpt_tools.formats.registry import (
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert import lora as adapters
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
-from ckpt_tools.operations.dequantize import dequantize
+from ckpt_tools.operations.dequantize import Dequantized, dequantize
 from ckpt_tools.operations.folder import note_on_others
 from ckpt_tools.operations.side_files import left_beside
 from ckpt_tools.publish.base import Destination
@@ -97,12 +97,14 @@ def merge(
         )
     if max_shard_bytes is not None:
         refuse_file_name(str(dst))
-    numbers = dequantize(source, matcher(keep_dtype), model_key) if dtype is not None else None
-    shown = source if numbers is None else numbers.shown
-    catalog, stripped = model_view(shown.catalog, keep_prefix, model_key)
+    numbers = Dequantized(source, source)
+    if dtype is not None:
+        numbers = dequantize(source, matcher(keep_dtype), model_key)
+    shown = numbers.shown.catalog
+    catalog, stripped = model_view(shown, keep_prefix, model_key)
     model = catalog
     if select or exclude:
-        catalog = select_from(catalog, select, exclude, shown.catalog)
+        catalog = select_from(catalog, select, exclude, shown)
     refuse_unread(catalog)
     if lora is None:
         adapters.refuse_adapters(catalog.tensors, source.path)
@@ -122,7 +124,7 @@ def merge(
         else (None, [])
     )
     notes += [
-        *(numbers.notes if numbers is not None else ()),
+        *numbers.notes,
         *uncast(catalog.tensors.values(), dtype),
         *unknown_values(source.catalog, only_model=True),
         *left_beside(source.catalog),
@@ -133,19 +135,17 @@ def merge(
     result = transfer(
         TransferRequest(
             "merge",
-            source if numbers is None else numbers.stored,
+            numbers.stored,
             catalog,
             target,
             safetensors,
             request,
             options,
-            left_out=left_out(shown.catalog, catalog),
+            left_out=left_out(shown, catalog),
             stripped=stripped,
             alter=alter or {},
             changes=adapters.version(lora, options.get("storage_options")) if lora else "",
-            prove=partial(numbers.prove, catalog)
-            if numbers is not None and numbers.parts
-            else None,
+            prove=partial(numbers.prove, catalog),
         )
     )
     return replace(result, notes=(*result.notes, *notes))

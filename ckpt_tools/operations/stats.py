@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Unpack
 
 from ckpt_tools.core.catalog import Catalog, TensorEntry
 from ckpt_tools.core.logs import log
 from ckpt_tools.core.plan import plan_values
 from ckpt_tools.core.quantized import described, may_be_codes, weights_in
-from ckpt_tools.core.selection import check_globs, chooser, keep
+from ckpt_tools.core.selection import check_globs, chooser, keep, matcher
 from ckpt_tools.core.statistics import TensorStatistics
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
@@ -22,6 +22,7 @@ from ckpt_tools.errors import IntegrityError, PlanError, printable, redacted
 from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
+from ckpt_tools.operations.dequantize import Dequantized, dequantize
 from ckpt_tools.publish.find_manifest import manifest_of
 from ckpt_tools.publish.sealed_source import checked_manifest
 from ckpt_tools.ranks.base import ALONE
@@ -36,14 +37,15 @@ class StatsResult:
 
     Attributes:
         path: the checkpoint.
-        tensors: statistics by name, in the order of the checkpoint. Parts of quantized weights have
-            none.
-        dtypes: element type by name.
+        tensors: statistics by name, in the order of the checkpoint. Quantized weights have those of
+            their numbers, where the formula is known; else their parts have none.
+        dtypes: element type by name; of numbers, the scheme and bits of their codes.
         histograms: by name, how many finite nonzero values have a magnitude from `2**key` to less
             than twice that. Empty if that was not asked for.
         lost: with histograms, by short type: how many of these values it makes zero, and how many
             too large.
         broken_parts: parts of quantized weights with NaN or infinite values: how many of each.
+        codes: of numbers of quantized weights, the stored name of their codes.
         nbytes: bytes that were read. 0 if the manifest had everything.
         notes: remarks.
         seconds: wall-clock time.
@@ -55,6 +57,7 @@ class StatsResult:
     histograms: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     lost: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     broken_parts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    codes: Mapping[str, str] = field(default_factory=dict)
     nbytes: int = 0
     notes: Sequence[str] = ()
     seconds: float = 0.0
@@ -97,11 +100,14 @@ def stats(
     with group.phase("open it"):
         source = open_source(src, options.get("storage_options"), lay_beside(options.get("shapes")))
         check_needed(options.get("shapes"), source.catalog)
-        catalog = _chosen(source.catalog, select, exclude)
-        sealed = {} if histogram or read_all else sealed_statistics(source)
+        numbers = dequantize(source, matcher(()))
+        catalog = _chosen(numbers.shown.catalog, select, exclude)
+        known = {} if histogram or read_all else sealed_statistics(source)
+        sealed = {f: s for f, s in known.items() if f not in numbers.parts}
     notes = [
         f"not read, since ckpt does not read such values: {len(catalog.unread)} tensors"
     ] * bool(catalog.unread)
+    notes += numbers.notes
     if parts := {fqn: t for fqn, t in catalog.tensors.items() if t.quantized is not None}:
         weights = weights_in(catalog.tensors.values())
         notes.append(
@@ -115,29 +121,43 @@ def stats(
             f" {len(unknown)} matrices of integers ({printable(min(unknown))}, …)"
         )
         catalog = keep(catalog, lambda fqn: fqn not in unknown)
+    parts |= _unused_parts(numbers, chooser(select, exclude))
     work = [t for fqn, t in catalog.tensors.items() if fqn not in sealed and t.nbytes]
     work += [t for t in parts.values() if t.nbytes and _has_numbers(t)]
-    sink = _measured_at_once(source, work, histogram, options) or read_again_if_wrong(
-        source.store, lambda: _measure(source, work, histogram, options), group
+    chosen = replace(catalog, tensors={**catalog.tensors, **parts})
+    sink = _measured_at_once(numbers, chosen, work, histogram, options) or read_again_if_wrong(
+        source.store, lambda: _measure(numbers, chosen, work, histogram, options), group
     )
-    source.store.close()
+    numbers.stored.store.close()
     if sealed:
-        known = sum(fqn in sealed for fqn in catalog.tensors)
-        notes += [f"as their save measured them: {known} of the tensors"] * bool(known)
+        count = sum(fqn in sealed for fqn in catalog.tensors)
+        notes += [f"as their save measured them: {count} of the tensors"] * bool(count)
     empty = TensorStatistics(0, 0.0, 0.0, 0, 0, 0)
     found = {fqn: moments.result() for fqn, moments in sink.moments.items()}
     broken = {f: (t.num_nan, t.num_inf) for f, t in found.items() if f in parts and not t.is_finite}
     return StatsResult(
         redacted(source.path),
         {fqn: found.get(fqn) or sealed.get(fqn) or empty for fqn in catalog.tensors},
-        {fqn: entry.dtype.name for fqn, entry in catalog.tensors.items()},
+        {fqn: numbers.kind(entry) for fqn, entry in catalog.tensors.items()},
         {f: m.histogram() for f, m in sink.moments.items() if f not in parts} if histogram else {},
         _lost(sink, parts) if histogram else {},
         broken,
+        {fqn: weight.codes for fqn, weight in numbers.weights.items() if fqn in catalog.tensors},
         sum(t.nbytes for t in work),
         notes,
         time.monotonic() - began,
     )
+
+
+def _unused_parts(numbers: Dequantized, is_chosen: Callable[[str], bool]) -> dict[str, TensorEntry]:
+    """Returns parts of quantized weights that their numbers do not need: scales of activations."""
+    used = {part for parts in numbers.parts.values() for part in parts}
+    shown = numbers.shown.catalog.tensors
+    return {
+        fqn: entry
+        for fqn, entry in numbers.stored.catalog.tensors.items()
+        if entry.quantized and fqn not in shown and fqn not in used and is_chosen(fqn)
+    }
 
 
 def sealed_statistics(source: Source) -> dict[str, TensorStatistics]:
@@ -176,7 +196,11 @@ def _chosen(catalog: Catalog, select: Sequence[str], exclude: Sequence[str]) -> 
 
 
 def _measured_at_once(
-    source: Source, tensors: Sequence[TensorEntry], histogram: bool, options: Reading
+    numbers: Dequantized,
+    catalog: Catalog,
+    tensors: Sequence[TensorEntry],
+    histogram: bool,
+    options: Reading,
 ) -> StatisticsSink | None:
     """Measures what an object store has, without a look at the position of each payload.
 
@@ -184,17 +208,18 @@ def _measured_at_once(
     that cannot be tried.
     """
     group = options.get("group") or ALONE
-    if group.size > 1 or not source.store.capabilities.is_remote:
+    if group.size > 1 or not numbers.stored.store.capabilities.is_remote:
         return None
     try:
-        return _measure(source, tensors, histogram, options, assumes=True)
+        return _measure(numbers, catalog, tensors, histogram, options, assumes=True)
     except IntegrityError as error:
         log.warning("read again: a payload lies elsewhere, or bytes were wrong: %s", error)
         return None
 
 
 def _measure(
-    source: Source,
+    numbers: Dequantized,
+    catalog: Catalog,
     tensors: Sequence[TensorEntry],
     histogram: bool,
     options: Reading,
@@ -202,8 +227,15 @@ def _measure(
 ) -> StatisticsSink:
     """Reads tensors once: measures their values, and proves their bytes.
 
-    With `assumes`, the payloads of tensors with a fingerprint are read from their usual positions.
+    Args:
+        numbers: the checkpoint.
+        catalog: the tensors that were chosen.
+        tensors: those of them to measure.
+        histogram: also count magnitudes by power of two.
+        options: see `Reading`.
+        assumes: read the payloads of tensors with a fingerprint from their usual positions.
     """
+    source = numbers.stored
     group, jobs = options.get("group") or ALONE, num_threads(options.get("jobs"))
     tiles = tile_bytes(options.get("memory_bytes") or DEFAULT_MEMORY_BYTES, jobs)
     sink, plan = StatisticsSink(histogram), plan_values(tensors)
@@ -212,7 +244,7 @@ def _measure(
     mine = [t for t in tensors if t.fqn in taken]
     bar, total = options.get("progress") or no_bar, sum(t.nbytes for t in tensors)
     with bar("stats", total) as advance, group.phase("measure"):
-        fingerprints = sealed_fingerprints(checked_manifest(source), source, source.catalog, plan)
+        fingerprints = sealed_fingerprints(checked_manifest(source), source, catalog, plan)
         prove_replicas(
             source, [t for t in tensors if t.fqn not in fingerprints], jobs=jobs, group=group
         )
@@ -233,4 +265,5 @@ def _measure(
     sink.share(group)
     with group.phase("prove"):
         prove_fingerprints(source, fingerprints, sink.fingerprints.join())
+    numbers.prove(catalog, group)
     return sink

@@ -44,7 +44,7 @@ from ckpt_tools.operations.convert.transformers_names import (
     ask_transformers,
     rename_as,
 )
-from ckpt_tools.operations.dequantize import dequantize
+from ckpt_tools.operations.dequantize import Dequantized, dequantize
 from ckpt_tools.operations.folder import note_on_others
 from ckpt_tools.operations.merge_reshard import (
     not_taken,
@@ -132,17 +132,15 @@ def prepare(
     """
     storage_options = how.get("storage_options")
     is_model = how.get("model_only") or TARGETS[to].is_model
-    given, numbers = source, None
+    numbers = Dequantized(source, source)
     if how.get("dtype") is not None:
         numbers = dequantize(source, matcher(how.get("keep_dtype", ())))
-    if numbers is not None:
-        source, given = numbers.shown, numbers.stored
+    source = numbers.shown
     taken = _taken_apart(source, to, how, bool(is_model), is_unordered)
     parts = _named_by_transformers(_renamed(taken, source, how), to, how, source)
     parts.tensors = {fqn: t for fqn, t in parts.tensors.items() if not fqn.startswith(_COPIES)}
-    if numbers is not None:
-        parts.is_dequantized = bool(numbers.parts)
-        parts.notes += numbers.notes
+    parts.is_dequantized = any(entry.is_computed for entry in parts.model.values())
+    parts.notes += numbers.notes
     if not parts.model and not parts.optimizers and not parts.tensors:
         what = f"no tensors are left of {len(source.catalog.tensors)} ({printable(source.path)})"
         raise PlanError(what, hint=f"ckpt inspect {source.path}")
@@ -159,7 +157,7 @@ def prepare(
     accept = check_loads if how.get("check") else None
     wanted = TransferRequest(
         operation,
-        given.with_memory_files(layout.memory_file.files),
+        numbers.stored.with_memory_files(layout.memory_file.files),
         catalog,
         open_destination(dst, storage_options, accept),
         form,
@@ -167,7 +165,7 @@ def prepare(
         options,
         left_out=_dropped(source.catalog, catalog, layout.parts),
         changes=changes,
-        prove=partial(numbers.prove, catalog) if numbers is not None and numbers.parts else None,
+        prove=partial(numbers.prove, catalog),
         about=about,
     )
     return wanted, parts

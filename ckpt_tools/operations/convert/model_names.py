@@ -126,8 +126,7 @@ def shapes_in(base: str | os.PathLike[str], as_numbers: bool = False) -> dict[st
     except CheckpointError:  # weights of which parts are missing prove nothing
         return {}
     try:
-        found = dequantize(source, matcher(())) if as_numbers else None
-        catalog = source.catalog if found is None else found.shown.catalog
+        catalog = dequantize(source, matcher(())).shown.catalog if as_numbers else source.catalog
         return {fqn: entry.shape for fqn, entry in catalog.tensors.items()}
     finally:
         source.store.close()

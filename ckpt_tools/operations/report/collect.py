@@ -86,7 +86,8 @@ def of_checkpoint(src: Path_, reads: bool, **options: Unpack[Reading]) -> Values
     if has_read:
         try:
             measured = stats(src, **options)
-            known, broken = dict(measured.tensors), [*map(printable, measured.broken_parts)]
+            known = {measured.codes.get(fqn, fqn): s for fqn, s in measured.tensors.items()}
+            broken = [*map(printable, measured.broken_parts)]
         except CheckpointError as error:  # a damaged file is what the page is for
             if is_unreadable(error):
                 raise
