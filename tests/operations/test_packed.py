@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt_tools
 from ckpt_tools.engine.unpacked import numbers_file
-from ckpt_tools.errors import FormatError, IntegrityError
+from ckpt_tools.errors import FormatError, IntegrityError, PlanError
 from ckpt_tools.formats.registry import open_source
 from ckpt_tools.operations.dequantize import dequantize
 
@@ -434,3 +434,45 @@ def test_the_worked_examples() -> None:
     turned = torch.arange(8)[None][:, [0, 2, 4, 6, 1, 3, 5, 7]]
     assert packed(turned, 4)[0, 0] == 0x75316420
     assert bytes_of(torch.arange(8)).tolist() == [0x10, 0x32, 0x54, 0x76]
+
+
+def test_a_mean_takes_the_numbers(tmp_path: Path) -> None:
+    """Of weights that are quantized otherwise, or not at all."""
+    one, two = pack_quantized(40, 256, group=64), nvfp4(40, 256)
+    plain = scales(40, 256)
+    folders = [folder_with(w, tmp_path / n) for w, n in ((one, "one"), (two, "two"))]
+    save_file(
+        {"model.norm.weight": torch.ones(4), FRONT + "weight": plain},
+        tmp_path / "plain.safetensors",
+    )
+    sources = [*folders, tmp_path / "plain.safetensors"]
+    with pytest.raises(PlanError, match="no mean of quantized weights"):
+        ckpt_tools.average(sources, tmp_path / "mean.safetensors")
+    done = ckpt_tools.average(sources, tmp_path / "mean.safetensors", dtype="fp32")
+    assert sum(note.startswith("dequantized: 1 ") for note in done.notes) == 2
+    got = load_file(tmp_path / "mean.safetensors")[FRONT + "weight"]
+    want = (one.want.double() + two.want.double() + plain.double()) / 3
+    assert torch.equal(got, want.float())
+
+
+@pytest.mark.parametrize("kind", ["4 bits, groups", "gpt-oss", "awq", "nf4, nested"])
+def test_numbers_are_compared_and_measured(kind: str, tmp_path: Path) -> None:
+    weight = KINDS[kind]()
+    folder, name = folder_with(weight, tmp_path / "m"), FRONT + weight.name
+    plain = {"model.norm.weight": torch.ones(4), name: weight.want.contiguous()}
+    save_file(plain, tmp_path / "same.safetensors")
+    found = ckpt_tools.diff(folder, tmp_path / "same.safetensors")
+    assert not found.differences and not found.only_a and not found.only_b
+    (change,) = found.changes  # the types differ
+    assert change.fqn == name and change.a_dtype != change.b_dtype == "float32"
+    noise = 0.01 * torch.randn(plain[name].shape)
+    save_file(plain | {name: plain[name] + noise}, tmp_path / "other.safetensors")
+    (one,) = ckpt_tools.diff(folder, tmp_path / "other.safetensors").differences
+    want = (noise.double().norm() / plain[name].double().norm()).item()
+    assert one.rel_norm == pytest.approx(want, rel=1e-3)
+    told = ckpt_tools.stats(folder)
+    assert told.tensors[name].numel == weight.want.numel() and told.dtypes[name] == change.a_dtype
+    rms = weight.want.double().square().mean().sqrt().item()
+    assert told.tensors[name].rms == pytest.approx(rms)
+    copied = ckpt_tools.copy(folder, tmp_path / "copy")
+    assert copied and ckpt_tools.diff(folder, tmp_path / "copy").is_same

@@ -1,4 +1,4 @@
-"""Weights that bitsandbytes has quantized, with transformers as the oracle."""
+"""Weights that peers have quantized, with their own readers and transformers as the oracles."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests import jobs
 from tests.jobs import PYTHON_PATH
 from tests.peers.environments import JOBS, python_of
 
 
-def test_a_cast_leaves_the_weights_of_bitsandbytes_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("job", ["quantized_job.py", "packed_job.py"])
+def test_numbers_are_those_of_the_own_readers(job: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [python_of("quantized"), JOBS / "quantized_job.py", tmp_path],
+        [python_of("quantized"), JOBS / job, tmp_path],
         env=os.environ | {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
