@@ -176,7 +176,7 @@ def average(
     The checkpoints may differ in format and sharding. Sums are in float64, and rounded once. The
     result holds the model only. Names and shapes must be the same; tensors that are no
     floating-point numbers must be equal, or come from the last checkpoint, with a note. Complex
-    numbers, fp8 and NaN are refused; --exclude leaves tensors out.
+    numbers and NaN are refused; --exclude leaves tensors out. Quantized weights need --dtype.
     """
     from ckpt_tools.operations.average import average as operation
 

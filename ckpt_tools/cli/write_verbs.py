@@ -35,14 +35,14 @@ from ckpt_tools.ranks.base import MAX_RANKS
 Dtype = Annotated[
     str | None,
     dtype_option(
-        "Cast floating-point tensors, and turn codes of fp8 and int8 into numbers. Nothing is cast"
-        " unless asked."
+        "Cast floating-point tensors, and turn codes of quantized weights into numbers. Nothing is"
+        " cast unless asked."
     ),
 ]
 ModelDtype = Annotated[
     str | None,
     dtype_option(
-        "Cast the model's floating-point tensors, and turn codes of fp8 and int8 into numbers."
+        "Cast the model's floating-point tensors, and turn codes of quantized weights into numbers."
         " Nothing is cast unless asked."
     ),
 ]

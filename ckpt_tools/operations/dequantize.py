@@ -161,7 +161,8 @@ def dequantize(
         for name, formula in formulas.items()
     }
     shown, gone = _shown(catalog, done, len(done) == len(weights), names, formulas)
-    left = f"; {len(gone):,} scales are left out, such as {printable(gone[0])!r}" if gone else ""
+    left = f"; {len(gone):,} scales and the like are left out, such as" if gone else ""
+    left += f" {printable(gone[0])!r}" if gone else ""
     notes = [f"dequantized: {described(done)}{left}", *notes]
 
     def begin() -> PartsReading:

@@ -75,8 +75,8 @@ def merge(
         select: globs; only tensors whose name, before or after stripping, matches one are taken.
         exclude: globs; tensors whose name, before or after stripping, matches one are left out.
         dtype: `bf16`, `fp16`, `fp32`, `fp64`, or torch's names of these types. Only tensors of
-            these four types are cast, and codes of fp8 and int8, which are multiplied by their
-            scales. If None, nothing is cast.
+            these four types are cast, and quantized weights whose formula is known: their codes
+            become numbers. If None, nothing is cast.
         keep_dtype: globs of tensors that keep their type.
         max_shard_bytes: upper bound of a shard's payload. A larger tensor gets its own shard.
         keep_prefix: keep the model's key and wrappers' prefixes in the names.

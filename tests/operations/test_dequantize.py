@@ -332,7 +332,7 @@ def test_some_may_stay_codes_and_scales_of_inputs_go(tmp_path: Path) -> None:
     got, notes = merged(tensors, tmp_path, keep_dtype=["b.*"])
     assert got.keys() == {"a.weight", "b.weight", "b.weight_scale", "k_scale"}
     assert got["b.weight"].dtype is F8 and got["b.weight_scale"].dtype is torch.float32
-    assert any("2 scales are left out, such as 'a." in note for note in notes)
+    assert any("2 scales and the like are left out, such as 'a." in note for note in notes)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ckpt_tools.PlanError, match="no config says that"):
         ckpt_tools.convert(
