@@ -119,6 +119,8 @@ SCHEMES = (
     Scheme("AQLM", "codes", ("{P}codebooks", "{P}scales"), (), None, ("aqlm",)),
     Scheme("bitsandbytes 8-bit optimizer", "state1", ("{P}qmap1", "{P}absmax1"), (), 8, ()),
     Scheme("bitsandbytes 8-bit optimizer", "state2", ("{P}qmap2", "{P}absmax2"), (), 8, ()),
+    Scheme("torchao optimizer", "codes", ("{P}scale", "{P}qmap"), (), None, ()),
+    Scheme("torchao optimizer", "codes", ("{P}scale",), (), 0, ()),
     Scheme(
         "codes with scales",
         "",

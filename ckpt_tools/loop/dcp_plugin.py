@@ -71,7 +71,7 @@ from ckpt_tools.loop.state.archives import check_loadable, unpack
 from ckpt_tools.loop.state.checksums import checksums_of
 from ckpt_tools.loop.state.ema import refuse_applied
 from ckpt_tools.loop.state.shard_info import ShardInfo
-from ckpt_tools.loop.state.shards import Shard
+from ckpt_tools.loop.state.shards import Shard, check_one_tensor
 from ckpt_tools.loop.state.staging import Stager
 from ckpt_tools.publish.base import Attempt as Staged
 from ckpt_tools.publish.base import Destination
@@ -242,7 +242,9 @@ class StorageWriter(storage.StorageWriter):
         values = [planner.resolve_data(item) for item in plan.items]
         refuse_applied(value for value in values if isinstance(value, torch.Tensor))
         for item, value in zip(plan.items, values, strict=True):
-            if isinstance(value, io.BytesIO) and not self._trust_pickle:
+            if isinstance(value, torch.Tensor):
+                check_one_tensor(item.index.fqn, value)
+            elif not self._trust_pickle:
                 check_loadable(value.getvalue(), item.index.fqn, _TRUST)
         memory = self._stage.live(
             [v.detach() for v in values if isinstance(v, torch.Tensor)]

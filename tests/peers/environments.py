@@ -40,7 +40,7 @@ _PEERS = {
     "accelerate_1": "accelerate==1.6.0",
     "lightning_2": "lightning==2.4.0 pytorch-lightning==2.4.0 lightning-utilities torchmetrics",
     "peft": "peft==0.21.2",
-    "quantized": "bitsandbytes==0.50.2 compressed-tensors==0.20.0 loguru",
+    "quantized": "bitsandbytes==0.50.2 compressed-tensors==0.20.0 loguru torchao==0.18.0",
     "ray": (
         "ray==2.60.0 msgpack protobuf cloudpickle pandas pytz tzdata python-dateutil six pyarrow"
         " jsonschema jsonschema-specifications referencing rpds-py"

@@ -19,6 +19,7 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.loading.load_request import LoadRequest, OnMismatch
 from ckpt_tools.loop.loading.misfits import Misfits, misfit_hint, misfit_table, shown_names
 from ckpt_tools.loop.loading.names import PairedNames, places_above, root_of
+from ckpt_tools.loop.state.few_bits import CODES, PARTS, SCALE
 from ckpt_tools.loop.state.objects import Key
 from ckpt_tools.loop.state.optimizers import StoredState
 from ckpt_tools.loop.state.shards import alias_key, local_shards
@@ -70,7 +71,12 @@ def stored_state(catalog: Catalog) -> dict[str, dict[str, dict[str, StoredState]
     for name, entry in catalog.tensors.items():
         optimizer, is_state, rest = f".{name}".partition(".state.")
         if is_state:
-            fqn, key = strip_wrappers(rest.rpartition(".")[0]), rest.rpartition(".")[2]
+            above, _, key = rest.rpartition(".")
+            of_moment = {f"{name.rpartition('.')[0]}.{part}" for part in (CODES, SCALE)}
+            if key in PARTS and of_moment <= catalog.tensors.keys():
+                above, _, of = above.rpartition(".")
+                key = f"{of}.{key}"  # a part of a moment of few bits
+            fqn = strip_wrappers(above)
             is_like = entry.shape in shapes[fqn] if fqn in shapes else bool(entry.shape)
             state = StoredState(entry.shape, getattr(torch, entry.dtype.name), is_like)
             for group in ("", optimizer[1:]):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_tools.core.laps import Laps
+from ckpt_tools.errors import printable
 from ckpt_tools.loop.saving.description import RankNames
 from ckpt_tools.loop.saving.frozen import FrozenShards
 from ckpt_tools.loop.saving.replicas import Proof
@@ -118,7 +119,7 @@ class Collector:
         assert self._layout is not None
         laps.lap("agree")
         notes = self._layout.replicas.prove(self._group, found.tensors)
-        extras = replace(extras, notes=notes)
+        extras = replace(extras, notes=notes, remark=_widened(exported))
         laps.lap("compare")
         tensors = [found.tensors[number] for number in self._layout.task.shards]
         shards, of_frozen = self._layout.frozen, tuple[int, ...]()
@@ -146,6 +147,16 @@ class Collector:
         if callable(files):
             files = files() if self._group.rank == 0 else None
         return extras_of(request.only, files, request.metrics, request.statistics)
+
+
+def _widened(exported: ExportedState) -> str:
+    """Returns a remark on moments of few bits that this rank stores as float32; "" for none."""
+    if not (names := exported.widened):
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    some = ", ".join(map(printable, names[:3]))
+    why = "some rank's part does not end with a block, or is too short"
+    return f"{len(names)} moments of few bits are stored as float32, since {why}: {some}{more}"
 
 
 def _values(exported: ExportedState, names_differ: bool = False) -> tuple[tuple[str, bool], ...]:

@@ -106,7 +106,7 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class SaveExtras:
-    """What a save has besides the state. Only rank 0's counts, except for `measured`.
+    """What a save has besides the state. Only rank 0's counts, but for `measured` and `remark`.
 
     Attributes:
         files: contents of small files that lie in the checkpoint, by name.
@@ -117,6 +117,7 @@ class SaveExtras:
         measured: the statistics of this rank's shards on an accelerator.
         timing: seconds of the phases before the write.
         notes: on rank 0, remarks on the state.
+        remark: of this rank on its part of the state; "" for none.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -127,6 +128,7 @@ class SaveExtras:
     measured: DeviceMoments | None = None
     timing: Mapping[str, float] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    remark: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +345,7 @@ def _write_files(
                 "frozen parameters changed while they were written",
                 hint="the next save writes the new values",
             )
-        parts.append(part._replace(how=how, remark=remark))
+        parts.append(part._replace(how=how, remark=remark or extras.remark))
     return parts
 
 

@@ -78,7 +78,7 @@ class RankFile(NamedTuple):
         identity: of the file, to link it.
         linked: the step that had the file already; "" if it was written.
         how: the file came from there: "linked", "cloned" or "copied".
-        remark: why it was written, although none of its shards is known to have changed.
+        remark: for the report, such as why it was written although nothing seems to have changed.
     """
 
     name: str

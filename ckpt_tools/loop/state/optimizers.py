@@ -27,6 +27,14 @@ from torch.optim import Optimizer
 
 from ckpt_tools.core.naming import strip_wrappers
 from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.loop.state.few_bits import (
+    is_moment,
+    is_torchao,
+    keep_float32,
+    put_together,
+    room_for,
+    take_apart,
+)
 from ckpt_tools.loop.state.objects import Key, shown
 
 _OWN = ("state", "param_groups")
@@ -55,12 +63,14 @@ class ExportedOptimizer(NamedTuple):
         fresh: parameters whose state is new memory without values.
         free: parameters whose state may have any form.
         local: parameter and key of plain tensors in the state of a sharded parameter.
+        widened: parameter and key of moments of few bits that became float32.
     """
 
     values: dict[str, Any]
     fresh: list[str]
     free: list[str]
     local: list[tuple[str, str]]
+    widened: list[tuple[str, str]]
 
 
 class StateOwners(NamedTuple):
@@ -132,11 +142,18 @@ def export_optimizer(
         for key, value in found.items()
         if _is_local(value, parameters[name], f"{name}.{key}")
     ]
+    moments = [(n, k) for n, found in values.items() for k, v in found.items() if is_moment(v)]
+    if moments or is_torchao(optimizer):
+        values = {
+            n: {k: take_apart(v, optimizer) for k, v in found.items()}
+            for n, found in values.items()
+        }
+    widened = [(n, k) for n, k in moments if isinstance(values[n][k], torch.Tensor)]
     fresh = [name for name in parameters if name not in values] if stored is not None else []
     for name in fresh:
         # `stored` has plain names, and a module may itself be called `module`
         state_of = (stored or {}).get(name) or (stored or {}).get(strip_wrappers(name), {})
-        like = {key: _room(parameters[name], tensor) for key, tensor in state_of.items()}
+        like = _rooms(parameters[name], state_of, name)
         values |= {name: like} if like else {}
     free_own = [*own, *(stored or {}).get("", ())]
     return ExportedOptimizer(
@@ -148,6 +165,7 @@ def export_optimizer(
         fresh,
         [*free, *fresh, *free_own],
         local,
+        widened,
     )
 
 
@@ -189,6 +207,25 @@ def _is_local(value: Any, parameter: torch.Tensor, name: str) -> bool:
     return True
 
 
+def _rooms(parameter: torch.Tensor, stored: Mapping[str, StoredState], name: str) -> dict[str, Any]:
+    """Returns memory for the state of a parameter, by key; parts of a moment of few bits below it.
+
+    Raises:
+        PlanError: the ranks of this job cut the blocks of a moment of few bits.
+    """
+    found: dict[str, Any] = {}
+    for key, tensor in stored.items():
+        moment, _, part = key.rpartition(".")
+        if not moment:
+            found[key] = _room(parameter, tensor)
+            continue
+        room = room_for(parameter, tensor.shape, tensor.dtype, f"{name}.{key}")
+        if room is None:
+            room = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+        found.setdefault(moment, {})[part] = room
+    return found
+
+
 def _room(parameter: torch.Tensor, stored: StoredState) -> torch.Tensor:
     """Returns memory for a tensor of a parameter's state, sharded like a parameter of its shape."""
     if stored.is_like or stored.shape == parameter.shape:
@@ -208,7 +245,7 @@ def _export_fsdp1(optimizer: Optimizer, owner: nn.Module, for_loading: bool) -> 
         optimizer.state.clear()
     if not exported["state"] or (is_fresh and not for_loading):
         del exported["state"]
-    return ExportedOptimizer(exported | extra_of(optimizer), [], [], [])
+    return ExportedOptimizer(exported | extra_of(optimizer), [], [], [], [])
 
 
 def extra_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -232,7 +269,20 @@ def load_optimizer(
                 owner, optimizer, state, options=StateDictOptions(strict=False)
             )
         else:
-            _load_by_name(optimizer, state, _names(optimizer, holders, owner, path))
+            names = _names(optimizer, holders, owner, path)
+            parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+            of = dict(zip(names, parameters, strict=True))
+            state["state"] = {
+                name: (
+                    {k: put_together(v, of[name], f"{name}.{k}") for k, v in values.items()}
+                    if name in of and isinstance(values, Mapping)
+                    else values
+                )
+                for name, values in state["state"].items()
+            }
+            _load_by_name(optimizer, state, names)
+            by_parameter = {of[n]: v for n, v in state["state"].items() if n in of}
+            keep_float32(optimizer, by_parameter)
 
 
 @contextmanager

@@ -68,9 +68,9 @@ def _pieces(
         ]
     if not isinstance(value, DTensor):
         _check_own_memory(fqn, value)
-        _check_one_tensor(fqn, value)
+        check_one_tensor(fqn, value)
         return [(whole(value.shape), value.detach())]
-    _check_one_tensor(fqn, value._local_tensor)
+    check_one_tensor(fqn, value._local_tensor)
     mesh, placements = value.device_mesh, value.placements
     if mesh.get_coordinate() is None:
         return []
@@ -134,12 +134,17 @@ def _check_own_memory(fqn: str, value: torch.Tensor) -> None:
         )
 
 
-def _check_one_tensor(fqn: str, value: torch.Tensor) -> None:
-    """Refuses a tensor that consists of several: its elements do not tell those of all."""
+def check_one_tensor(fqn: str, value: torch.Tensor) -> None:
+    """Refuses a tensor that consists of several: its elements do not tell those of all.
+
+    Raises:
+        PlanError: with the name of its class.
+    """
     if type(value) not in (torch.Tensor, torch.nn.Parameter) and _num_tensors(value) > 1:
         raise PlanError(
             f"a tensor consists of several tensors: {type(value).__name__} ({printable(fqn)!r})",
-            hint="save the tensors that it consists of under names of their own",
+            hint="save the tensors that it consists of under names of their own. CheckpointManager"
+            " and ckpt_tools.save do that with moments of torchao's optimizers",
         )
 
 

@@ -157,6 +157,7 @@ class ExportedState:
         frozen: names of parameters that take no gradient; for a load, or a save of a part.
         of_modules: names of the entries of modules; for a save of a part.
         kinds: of tensors for which a difference between ranks is not just an error.
+        widened: names of moments of few bits that are float32 here.
         owners: the modules, tensors and optimizers of the state.
     """
 
@@ -173,6 +174,7 @@ class ExportedState:
     frozen: set[str] = field(default_factory=set)
     of_modules: set[str] = field(default_factory=set)
     kinds: dict[str, ReplicaKind] = field(default_factory=dict)
+    widened: list[str] = field(default_factory=list)
     owners: StateOwners = field(default_factory=lambda: StateOwners((), (), ()))
 
     def leave_out(self, accepts: Callable[[str], bool]) -> None:
@@ -476,6 +478,7 @@ class _Exporter:
             (*path, "state", name) for name in found.free
         ]
         self.result.fresh += [(*path, "state", name) for name in found.fresh]
+        self.result.widened += [flat_name((*path, "state", *keys)) for keys in found.widened]
         before = len(self.result.tensors)
         if "state" in found.values:
             self.emit(found.values["state"], (*path, "state"))
