@@ -23,7 +23,7 @@ from ckpt_tools.engine.formulas import Formula
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
 from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.engine.unpacked import PartsReading, UnpackedStore, numbers_file
-from ckpt_tools.errors import printable
+from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.operations.formulas_of import FormulaFinder, told_by_config
 from ckpt_tools.operations.small_tensors import read_small
@@ -47,7 +47,7 @@ class Dequantized:
         shown: the checkpoint, with the numbers as tensors. Its store computes them.
         stored: the same store, with the catalog of what is stored.
         parts: by the name of the numbers, the stored tensors that they are computed from.
-        weights: by the name of the numbers, the quantized weight.
+        weights, formulas: by the name of the numbers, the quantized weight, and its formula.
         notes: for the report.
     """
 
@@ -55,7 +55,21 @@ class Dequantized:
     stored: Source
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     weights: Mapping[str, QuantizedWeight] = field(default_factory=dict)
+    formulas: Mapping[str, Formula] = field(default_factory=dict)
     notes: Sequence[str] = ()
+
+    def refuse_resume(self, resume: bool) -> None:
+        """Refuses to continue an earlier attempt: nothing proves the numbers that it wrote.
+
+        Raises:
+            PlanError: with the way out.
+        """
+        if resume and self.parts:
+            raise PlanError(
+                "numbers of quantized weights are not resumed: what an earlier attempt read of"
+                " their codes cannot be proved any more",
+                hint="leave --resume out; or leave --dtype out, and keep the codes",
+            )
 
     def kind(self, entry: TensorEntry) -> str:
         """Returns the type of a tensor; of numbers, that of their codes."""
@@ -65,7 +79,7 @@ class Dequantized:
     def prove(self, catalog: Catalog, group: Group) -> None:
         """Compares the bytes that all ranks have read with their checksums.
 
-        What this run has not read whole, since an earlier one has, is read once more.
+        What no process has read whole is read once more.
 
         Args:
             catalog: the tensors that were written.
@@ -183,6 +197,7 @@ def dequantize(
         replace(source, store=store),
         parts,
         {names[weight.codes]: weight for weight in done},
+        formulas,
         notes,
     )
 

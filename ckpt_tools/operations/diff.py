@@ -17,7 +17,7 @@ from ckpt_tools.core.catalog import Catalog, TensorEntry, one_chunk
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.plan import plan_values
 from ckpt_tools.core.quantized import described, may_be_codes, weights_in
-from ckpt_tools.core.selection import check_globs, chooser, keep, refuse_unread
+from ckpt_tools.core.selection import check_globs, chooser, keep, matcher, refuse_unread
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.compare import CompareSink, Tally
 from ckpt_tools.engine.execute import execute_batches
@@ -280,10 +280,14 @@ def _entries(catalog: Catalog) -> dict[str, TensorEntry]:
 def _shown(a: Source, b: Source) -> tuple[Dequantized, Dequantized]:
     """Returns both with numbers in the place of the weights that they do not store alike."""
     kinds = [{f: (t.dtype, t.shape) for f, t in s.catalog.tensors.items()} for s in (a, b)]
+    shown = [dequantize(source, matcher(())) for source in (a, b)]
+    mine, theirs = ({w.codes: s.formulas[name] for name, w in s.weights.items()} for s in shown)
     alike = {
         part
         for weight in weights_in(a.catalog.tensors.values())
         if all(kinds[0][part] == kinds[1].get(part) for part in weight.parts)
+        # where one config does not tell the formula, nothing else can be compared
+        and mine.get(codes := weight.codes, theirs.get(codes)) == theirs.get(codes, mine.get(codes))
         for part in weight.parts
     }
     return dequantize(a, alike.__contains__), dequantize(b, alike.__contains__)

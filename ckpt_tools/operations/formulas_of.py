@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from ckpt_tools.core.box import whole
 from ckpt_tools.core.catalog import QuantizedWeight, TensorEntry
 from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.quantized import weights_in
 from ckpt_tools.engine.formulas import (
     FP4,
     Codes,
@@ -42,22 +43,23 @@ from ckpt_tools.storage.small_files import MAX_JSON_BYTES, parse_json
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 _SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
-# tensors of the same module with which a number is not just a code times a scale
-_OTHER_FACTORS = re.compile(
-    r".*(?:zero|offset|smooth|pre_quant|global_scale|scale_2|g_idx|shape).*"
+# tensors that may lie beside codes without a meaning for their numbers: biases, and scales of
+# activations, of the cache, and upper bounds
+_BESIDE = re.compile(
+    r"(?:.*_)?bias|(?:input|activation|output)_.*|scale_(?:ub|input)|.*_scale_ub"
+    r"|(?:[qkv]|kv|prob)_(?:scale|zero_point)"
 )
-# those of activations, which numbers do not need
-_OF_INPUTS = re.compile(r"(?:input|activation|output)_.*")
 _MAX_SCALES = 1 << 26  # of one weight, where they are held in memory
 _MAX_WORDS_BYTES = 1 << 30  # of a matrix that is read whole
 _IN_ORDER = (None, "weight", "static")  # orders in which groups are columns side by side
-# patterns of modules that are matched in bounded time
-_SIMPLE, _MOST_STARS = re.compile(r"\^?(?:[\w-]|\\\.|\.\*?)*\$?"), 4
+_SIMPLE = re.compile(r"\^?(?:[\w-]|\\\.|\.(?:\*\??)?)*\$?")  # of patterns of modules
+_OF_AUTOGPTQ = "quantize_config.json"
 _DEEPSEEK_BLOCK, _DEEPSEEK = 128, "_scale_inv"  # the size where no config tells another one
 _WORD_BITS, _AWQ_PER_WORD = 32, 8
 _GPTQ_ZEROS = {"gptq": 1, "gptq_v2": 0}  # by format: what a stored zero point lacks
 _GPTQ_BITS = (2, 3, 4, 8)
 _FLAT_BLOCKS = tuple(1 << n for n in range(5, 13))  # of bitsandbytes
+_MOST_OFFSET = 1e30
 _PER_SCB = 7.874015718698502e-3  # bitsandbytes' float32 of 1/127
 # experts of gpt-oss, which transformers has transposed against their codes
 _TURNED = ("gate_up_proj", "down_proj")
@@ -68,45 +70,33 @@ class ToldByConfig(NamedTuple):
 
     Attributes:
         said: its `quantization_config`; empty if there is none.
+        is_clear: it is understood, or there is none.
         blocks: rows and columns of a block of codes of 8 bits.
+        bits: of a code of compressed-tensors; 0 if they are unclear.
+        group_size: columns of a group of compressed-tensors; 0 if it is unclear.
         is_int8: a code of int8 is one number.
         is_symmetric: that number is just multiplied by its scale.
+        is_sorted: groups are not columns side by side.
         ignored: modules of which it does not tell that.
         is_turned: codes times scales are the weights after a rotation.
     """
 
     said: Mapping[str, Any] = {}
+    is_clear: bool = True
     blocks: tuple[int, ...] = ()
+    bits: int = 0
+    group_size: int = 0
     is_int8: bool = False
     is_symmetric: bool = True
-    ignored: tuple[re.Pattern[str], ...] = ()
+    is_sorted: bool = False
+    ignored: tuple[_Modules, ...] = ()
     is_turned: bool = False
 
     def types_of(self, codes: str) -> Sequence[str]:
         """Returns the types of codes that a scale turns into numbers, for one weight."""
         module = codes.rpartition(".")[0]
-        is_left = any(pattern.match(module) for pattern in self.ignored)
+        is_left = any(modules.have(module) for modules in self.ignored)
         return (*_FP8, "int8") if self.is_int8 and not is_left else _FP8
-
-    @property
-    def group_size(self) -> int:
-        """Returns the columns of a group by a config of compressed-tensors; 0 if it is unclear."""
-        sizes = {one.get("group_size") for one in _weights_of(self.said)}
-        size = sizes.pop() if len(sizes) == 1 else None
-        return size if type(size) is int and size > 0 else 0
-
-    @property
-    def bits(self) -> int:
-        """Returns the bits of a code of compressed-tensors; 0 if they are unclear."""
-        found = {one.get("num_bits") for one in _weights_of(self.said)}
-        bits = found.pop() if len(found) == 1 else None
-        return bits if type(bits) is int and 0 < bits <= 8 else 0
-
-
-def _weights_of(said: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    groups = said.get("config_groups")
-    found = [g.get("weights") for g in groups.values()] if isinstance(groups, Mapping) else []
-    return [one for one in found if isinstance(one, Mapping)]
 
 
 def told_by_config(source: Source, manifest: Manifest | None) -> ToldByConfig:
@@ -115,31 +105,37 @@ def told_by_config(source: Source, manifest: Manifest | None) -> ToldByConfig:
     Raises:
         IntegrityError: it is not the sealed one.
     """
-    with suppress(StorageError, ValueError, TypeError, KeyError, AttributeError):
-        for name in ("config.json", "quantize_config.json"):  # the second one is of AutoGPTQ
-            with suppress(StorageError, KeyError):
-                if source.folder.size(name) > MAX_JSON_BYTES:
-                    return ToldByConfig()
-                data = read(source.folder, name)
-                check_file(manifest, name, data)
-                config = parse_json(data)
-                if name != "config.json":
-                    return _told({"quant_method": "gptq", **config})
-                said = config.get("quantization_config")
-                return _told(said or config["text_config"]["quantization_config"])
+    files = source.folder.list_files()
+    names = [name for name in ("config.json", _OF_AUTOGPTQ) if name in files]
+    for name in names:
+        try:
+            if files[name] > MAX_JSON_BYTES:
+                return ToldByConfig(is_clear=False)
+            data = read(source.folder, name)
+            check_file(manifest, name, data)
+            config = parse_json(data)
+            text = config.get("text_config") or {}
+            said = config.get("quantization_config") or text.get("quantization_config")
+            if name == _OF_AUTOGPTQ:
+                said = {"quant_method": "gptq", **config}
+            if said is not None:
+                return _told(said)
+        except (StorageError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return ToldByConfig(is_clear=False)
     return ToldByConfig()
 
 
 def _told(said: Mapping[str, Any]) -> ToldByConfig:
-    groups = (said.get("config_groups") or {}).values()
+    every = (said.get("config_groups") or {}).values()
+    groups = [group for group in every if group.get("weights") is not None]
     weights = [group["weights"] for group in groups]
     is_sorted = any(one.get("actorder") not in _IN_ORDER for one in weights)
     found = [said.get("weight_block_size"), *(one.get("block_structure") for one in weights)]
     found += [(1, size) for one in weights if (size := one.get("group_size")) and not is_sorted]
     blocks = {tuple(one) for one in found if one}
-    is_clear = len(blocks) == 1 and all(type(n) is int and 0 < n < 1 << 40 for n in (*blocks,)[0])
-    ignored = [_pattern(name) for name in said.get("ignore") or ()]
-    known = tuple(pattern for pattern in ignored if pattern is not None)
+    is_one = len(blocks) == 1 and all(type(n) is int and 0 < n < 1 << 40 for n in (*blocks,)[0])
+    ignored = [_modules(name) for name in said.get("ignore") or ()]
+    known = tuple(modules for modules in ignored if modules is not None)
     symmetric = {one.get("symmetric", True) for one in weights}
     is_int8 = said.get("quant_method") == "compressed-tensors" and all(
         (one.get("num_bits"), one.get("type")) == (8, "int") for one in weights
@@ -147,23 +143,54 @@ def _told(said: Mapping[str, Any]) -> ToldByConfig:
     is_plain = not is_sorted and all(group.get("targets") == ["Linear"] for group in groups)
     return ToldByConfig(
         said,
-        blocks.pop() if is_clear else (),
+        True,
+        blocks.pop() if is_one else (),
+        _one_of(weights, "num_bits", 8),
+        _one_of(weights, "group_size", 1 << 40),
         bool(weights) and is_int8 and is_plain and len(known) == len(ignored),
         symmetric <= {True},
+        is_sorted,
         known,
         bool(said.get("transform_config")),
     )
 
 
-def _pattern(name: object) -> re.Pattern[str] | None:
-    """Returns the modules that an entry of `ignore` means; None for one that may take long."""
+def _one_of(weights: Sequence[Mapping[str, Any]], key: str, most: int) -> int:
+    """Returns the positive integer that all groups have under a key; 0 if they do not."""
+    values = [one.get(key) for one in weights]
+    first = values[0] if values else None
+    is_one = type(first) is int and 0 < first <= most and all(v == first for v in values)
+    return first if is_one and type(first) is int else 0
+
+
+class _Modules(NamedTuple):
+    """The modules that an entry of `ignore` means: what follows each other in their names."""
+
+    pieces: tuple[re.Pattern[str], ...]
+
+    def have(self, name: str) -> bool:
+        """Tells whether they have a module. It takes linear time, unlike `re` with many stars."""
+        at = 0
+        for number, piece in enumerate(self.pieces):
+            found = (piece.search if number else piece.match)(name, at)
+            if found is None:
+                return False
+            at = found.end()
+        return True
+
+
+def _modules(name: object) -> _Modules | None:
+    """Returns the modules that an entry of `ignore` means; None for one that is not understood."""
     if not isinstance(name, str):
         return None
     if not name.startswith("re:"):
-        return re.compile(rf"(?:.*\.)?{re.escape(name)}\Z")
+        return _Modules((re.compile(""), re.compile(rf"(?:^|\.){re.escape(name)}\Z")))
     text = name.removeprefix("re:")
-    is_simple = _SIMPLE.fullmatch(text) and text.count("*") <= _MOST_STARS
-    return re.compile(text) if is_simple else None
+    if not _SIMPLE.fullmatch(text):
+        return None
+    *pieces, last = re.split(r"\.\*\??", text.removeprefix("^"))
+    last = last.removesuffix("$") + r"\Z" if last.endswith("$") else last
+    return _Modules(tuple(map(re.compile, (*pieces, last))))
 
 
 class _Unsure(Exception):
@@ -184,12 +211,12 @@ class FormulaFinder:
         """Takes the stored tensors, and what their config tells."""
         self._stored, self._told = stored, told
         self._modules = _by_module(stored)
+        self._of_others = _shared(weights_in(stored.values()))
 
     def small_parts(self, weight: QuantizedWeight) -> list[str]:
         """Returns the stored tensors of a weight whose values its formula depends on."""
         if weight.scheme == "compressed-tensors, packed":
-            needed = _columns_by_groups(self._told, weight, self._stored) is None
-            return [part for part in weight.parts if needed and part.endswith("weight_shape")]
+            return [part for part in weight.parts if part.endswith("weight_shape")]
         endings = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
         return [part for part in weight.parts if part.endswith((*endings, ".weight_format"))]
 
@@ -200,6 +227,8 @@ class FormulaFinder:
             weight: with all of its parts in the checkpoint.
             small: the bytes of its `small_parts`.
         """
+        if not self._told.is_clear:
+            return "the config beside it is not understood"
         if self._told.is_turned:
             return "its config says that weights are rotated (transform_config)"
         name = numbers_name(weight)
@@ -238,8 +267,9 @@ class FormulaFinder:
         """
         module, dot, _ = weight.codes.rpartition(".")
         last = {name.rpartition(".")[2] for name in used}
+        last |= self._of_others.get(module, set())
         beside = [n for n in self._modules[module] if n not in last]
-        unknown = [n for n in beside if _OTHER_FACTORS.fullmatch(n) and not _OF_INPUTS.fullmatch(n)]
+        unknown = [n for n in beside if not _BESIDE.fullmatch(n)]
         if unknown:
             raise _Unsure(f"beside it lies {module}{dot}{unknown[0]}, whose meaning is not known")
 
@@ -325,25 +355,32 @@ class FormulaFinder:
             return self._nvfp4(weight, factor, divides=True)
         if codes.dtype.name == "uint8":
             return self._microscaled(weight, is_flat=True)
-        columns = _columns_by_groups(self._told, weight, self._stored)
-        if columns is None:
-            columns = _columns_by_shape(codes.shape, small.get(shape_name, b""))
+        if shape_name in small:
+            columns = _columns_by_shape(codes.shape, small[shape_name])
+        else:
+            columns = _columns_by_groups(self._told, weight, self._stored)
         if codes.dtype.name != "int32" or len(codes.shape) < 2 or columns < 1:
             raise _Unsure("shapes and types are not those of packed integers")
-        if f"{front}weight_g_idx" in self._stored:
+        if self._told.is_sorted or f"{front}weight_g_idx" in self._stored:
             raise _Unsure("its groups are not columns side by side (weight_g_idx)")
         shape, zero = (*codes.shape[:-1], columns), f"{front}weight_zero_point"
         self._refuse_others(weight, [weight.codes, scales.fqn, shape_name, zero])
-        fitting = [b for b in range(1, 9) if -(-columns * b // _WORD_BITS) == codes.shape[-1]]
+        fitting = [b for b in range(1, 9) if _num_words(columns, b) == codes.shape[-1]]
         bits = self._told.bits or (fitting[0] if len(fitting) == 1 else 0)
         if bits not in fitting:
             raise _Unsure("the bits of a code are not known for sure")
+        per_word = _WORD_BITS // bits  # older releases left the other bits of a word unused
+        if _WORD_BITS % bits and -(-columns // per_word) == codes.shape[-1]:
+            raise _Unsure("an older layout of its codes has the same shape")
         groups = scales.shape[-1] if scales.shape else 0
         is_one = whole(scales.shape).numel == 1
-        fits = groups and columns % groups == 0 and scales.shape == (*shape[:-1], groups)
+        size = self._told.group_size if groups > 1 else columns
+        size = size or (columns // groups if groups and columns % groups == 0 else 0)
+        is_known = size > 0 and (groups < 2 or self._told.group_size or size & (size - 1) == 0)
+        fits = is_known and -(-columns // size) == groups and scales.shape == (*shape[:-1], groups)
         if scales.dtype.name not in _SCALES or not (is_one or fits):
             raise _Unsure(f"its scales are {scales.dtype.name} {list(scales.shape)}")
-        blocks = shape if is_one else (*(1,) * (len(shape) - 1), columns // groups)
+        blocks = shape if is_one else (*(1,) * (len(shape) - 1), size)
         grid = _grid(self._part(scales.fqn), shape, blocks)
         code = Codes(bits, lowest=-(1 << (bits - 1)))
         if (zero in self._stored) == self._told.is_symmetric:
@@ -390,49 +427,61 @@ class FormulaFinder:
     # ---- words that are transposed against the weight --------------------------------------------
 
     def _words(self, weight: QuantizedWeight) -> Formula:
-        front = weight.codes.removesuffix("qweight")
+        front, is_awq = weight.codes.removesuffix("qweight"), weight.scheme == "AWQ"
         names = {
             "codes": weight.codes,
             "scales": f"{front}scales",
             "zeros": f"{front}qzeros",
             "groups": f"{front}g_idx",
         }
-        is_awq, said = weight.scheme == "AWQ", self._told.said
-        if said.get("quant_method") != ("awq" if is_awq else "gptq"):
-            raise _Unsure("no config beside it says how its codes are packed")
-        if names["zeros"] not in self._stored:
-            raise _Unsure("it has no zero points")
         there = {r: self._stored[name] for r, name in names.items() if name in self._stored}
+        bits, lowest = self._told_of_words(is_awq, "groups" in there)
+        if "zeros" not in there:
+            raise _Unsure("it has no zero points")
         types = {role: entry.dtype.name for role, entry in there.items()}
         if types.pop("scales") not in _SCALES or {*types.values()} != {"int32"}:
             raise _Unsure("types are not those of its scheme")
         if any(len(t.shape) != (1 if role == "groups" else 2) for role, t in there.items()):
             raise _Unsure("shapes are not those of its scheme")
-        bits = said.get("bits", said.get("w_bit", 4 if is_awq else None))
+        if not all(whole(entry.shape).numel for entry in there.values()):
+            raise _Unsure("it has no elements")
         groups, outputs = there["scales"].shape
+        rows, columns = there["codes"].shape
+        inputs = rows if is_awq else rows * _WORD_BITS // bits
         if is_awq:
-            inputs, lowest = there["codes"].shape[0], 0
-            fits = bits == 4 and said.get("version", "gemm") == "gemm"
-            fits &= there["codes"].shape[1] * _AWQ_PER_WORD == outputs and inputs % 2 == 0
+            fits = columns * _AWQ_PER_WORD == outputs and inputs % 2 == 0
         else:
-            if bits not in _GPTQ_BITS or said.get("checkpoint_format", "gptq") not in _GPTQ_ZEROS:
-                raise _Unsure("its config does not tell bits and format")
-            lowest = _GPTQ_ZEROS[said.get("checkpoint_format", "gptq")]
-            inputs = there["codes"].shape[0] * _WORD_BITS // bits
-            fits = there["codes"].shape == (-(-inputs * bits // _WORD_BITS), outputs)
-        fits = fits and there["zeros"].shape == (groups, -(-outputs * (bits or 0) // _WORD_BITS))
-        fits = fits and outputs * bits % _WORD_BITS == 0
-        if not fits or not groups or whole(there["codes"].shape).numel * 4 > _MAX_WORDS_BYTES:
+            fits = (rows, columns) == (_num_words(inputs, bits), outputs)
+        fits &= there["zeros"].shape == (groups, outputs * bits // _WORD_BITS)
+        if not fits or outputs * bits % _WORD_BITS or rows * columns * 4 > _MAX_WORDS_BYTES:
             raise _Unsure("shapes are not those of its scheme, or its config says otherwise")
-        size = said.get("group_size", said.get("q_group_size"))
+        size = self._told.said.get("group_size", self._told.said.get("q_group_size"))
         group = size if type(size) is int and size > 0 else -(-inputs // groups)
-        if -(-inputs // group) != groups or (
-            "groups" in there and there["groups"].shape != (inputs,)
-        ):
+        of_each = there["groups"].shape if "groups" in there else (inputs,)
+        if -(-inputs // group) != groups or of_each != (inputs,):
             raise _Unsure("its groups are not those of its config")
         self._refuse_others(weight, names.values())
         parts = {r: self._part(names[r], is_raw=r != "scales") for r in there}
         return Words((outputs, inputs), bits, group, lowest, is_awq, parts)
+
+    def _told_of_words(self, is_awq: bool, has_groups: bool) -> tuple[int, int]:
+        """Returns the bits of a code of GPTQ or AWQ, and what its stored zero points lack."""
+        said = self._told.said
+        if said.get("quant_method") != ("awq" if is_awq else "gptq"):
+            raise _Unsure("no config beside it says how its codes are packed")
+        if said.get("dynamic"):
+            raise _Unsure("its config has rules for single modules (dynamic)")
+        if said.get("desc_act") and not has_groups:
+            raise _Unsure("its config says that groups are in another order, and g_idx is missing")
+        bits = said.get("bits", said.get("w_bit", 4 if is_awq else None))
+        form = said.get("checkpoint_format", said.get("format", "gptq"))
+        if is_awq and (type(bits) is not int or bits != 4 or said.get("version", "gemm") != "gemm"):
+            raise _Unsure("its config says something else than 4 bits, version gemm")
+        if is_awq:
+            return 4, 0
+        if type(bits) is not int or bits not in _GPTQ_BITS or form not in [*_GPTQ_ZEROS]:
+            raise _Unsure("its config does not tell bits and format")
+        return bits, _GPTQ_ZEROS[form]
 
     # ---- blocks of the flat weight ---------------------------------------------------------------
 
@@ -447,9 +496,11 @@ class FormulaFinder:
         is_shape = isinstance(shape, list) and all(
             type(n) is int and 0 < n < 1 << 40 for n in shape
         )
-        if not isinstance(shape, list) or not is_shape or said.get("blocksize") not in _FLAT_BLOCKS:
+        block = said.get("blocksize")
+        is_block = type(block) is int and block in _FLAT_BLOCKS
+        if not isinstance(shape, list) or not is_shape or type(block) is not int or not is_block:
             raise _Unsure("its quant_state tells no shape or no usual size of blocks")
-        numel, block = math.prod(shape), said["blocksize"]
+        numel = math.prod(shape)
         nested = f"{weight.codes}.nested_absmax" in weight.parts
         names = {
             "codes": weight.codes,
@@ -474,7 +525,8 @@ class FormulaFinder:
         size, offset = said.get("nested_blocksize", 0), said.get("nested_offset", 0.0)
         floats = [there[r].dtype.name for r in names if r not in ("codes", "scales")]
         if nested:
-            fits = fits and type(size) is int and size > 0 and isinstance(offset, (int, float))
+            fits = fits and type(size) is int and 0 < size < 1 << 40
+            fits = fits and type(offset) in (int, float) and abs(offset) < _MOST_OFFSET
             fits = fits and numels["nested_scales"] == -(-blocks // size)
             fits = fits and numels["nested_map"] == 256 and there["scales"].dtype.name == "uint8"
         else:
@@ -501,13 +553,17 @@ def numbers_name(weight: QuantizedWeight) -> str:
 
 def _columns_by_groups(
     told: ToldByConfig, weight: QuantizedWeight, stored: Mapping[str, TensorEntry]
-) -> int | None:
+) -> int:
     """Returns the columns of packed integers, if a config tells groups that fill the words."""
     codes, scales = stored[weight.codes], stored[weight.parts[1]]
     if not codes.shape or not scales.shape or not told.group_size or not told.bits:
-        return None
+        return 0
     columns = scales.shape[-1] * told.group_size
-    return columns if columns * told.bits == codes.shape[-1] * _WORD_BITS else None
+    return columns if columns * told.bits == codes.shape[-1] * _WORD_BITS else 0
+
+
+def _num_words(columns: int, bits: int) -> int:
+    return -(-columns * bits // _WORD_BITS)
 
 
 def _columns_by_shape(packed: Sequence[int], data: bytes) -> int:
@@ -524,6 +580,18 @@ def _grid(part: Part, shape: Sequence[int], blocks: tuple[int, ...]) -> Grid:
     own = part.shape if whole(part.shape).numel > 1 else ()
     blocks = blocks or (1,)
     return Grid(part, (*own, *(1,) * (dims - len(own))), blocks)
+
+
+def _shared(weights: Iterable[QuantizedWeight]) -> dict[str, set[str]]:
+    """Returns the last segments of all parts, of modules that have several quantized weights."""
+    found: dict[str, list[QuantizedWeight]] = {}
+    for weight in weights:
+        found.setdefault(weight.codes.rpartition(".")[0], []).append(weight)
+    return {
+        module: {part.rpartition(".")[2] for weight in mine for part in weight.parts}
+        for module, mine in found.items()
+        if len(mine) > 1
+    }
 
 
 def _by_module(names: Iterable[str]) -> dict[str, list[str]]:

@@ -100,6 +100,7 @@ def merge(
     numbers = Dequantized(source, source)
     if dtype is not None:
         numbers = dequantize(source, matcher(keep_dtype), model_key)
+        numbers.refuse_resume(options.get("resume", False))
     shown = numbers.shown.catalog
     catalog, stripped = model_view(shown, keep_prefix, model_key)
     model = catalog
@@ -311,7 +312,7 @@ def target_dtype(entry: TensorEntry, dtype: Dtype | None, is_kept: Callable[[str
     if entry.is_computed and is_kept(entry.fqn):
         raise PlanError(
             f"--keep-dtype names a quantized weight by its new name: {printable(entry.fqn)!r}",
-            hint=f"give its name in the source: {printable(entry.stored_name)}",
+            hint="give the name of its codes in the source: ckpt inspect --tree lists them",
         )
     if dtype is None or not is_number or is_kept(entry.fqn):
         return entry.dtype

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,6 @@ import ckpt_tools
 from ckpt_tools import IntegrityError
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.engine.kernels import Bytes, cast
-from ckpt_tools.engine.unpacked import numbers_file
-from ckpt_tools.formats.registry import open_source
-from ckpt_tools.operations.dequantize import dequantize
 from tests.command import run_command
 from tests.operations.llamas import base, llama
 
@@ -274,27 +270,6 @@ def test_a_parameter_that_is_called_scale_stays_and_is_cast(tmp_path: Path) -> N
     got, _ = merged(tensors | own | {"a.k_scale": torch.rand(1)}, tmp_path, dtype="bf16")
     assert got.keys() == {"a.weight", *own}
     assert all(torch.equal(got[name], own[name].bfloat16()) for name in own)
-
-
-def test_a_resume_notices_other_scales(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    save_file({"a.weight": codes_of(F8, 64, 32)}, folder / "model-00001-of-00002.safetensors")
-    save_file({"a.weight_scale": torch.ones(64, 1)}, folder / "model-00002-of-00002.safetensors")
-    names = {"a.weight": 1, "a.weight_scale": 2}
-    shards = {name: f"model-0000{n}-of-00002.safetensors" for name, n in names.items()}
-    index = {"metadata": {}, "weight_map": shards}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-    def version() -> str:
-        with contextlib.closing(open_source(folder).store):
-            found = dequantize(open_source(folder), lambda fqn: False)
-            return found.stored.store.version(numbers_file("a.weight"))
-
-    before = version()
-    assert before == version() != ""
-    save_file({"a.weight_scale": torch.ones(64, 1) * 7}, folder / shards["a.weight_scale"])
-    assert version() != before
 
 
 def test_scales_alone_make_no_model(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ their own readers.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from ckpt_tools.engine.unpacked import numbers_file
 from ckpt_tools.errors import FormatError, IntegrityError, PlanError
 from ckpt_tools.formats.registry import open_source
 from ckpt_tools.operations.dequantize import dequantize
+from ckpt_tools.operations.formulas_of import _modules
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 F8, U8, I32 = torch.float8_e4m3fn, torch.uint8, torch.int32
@@ -347,7 +349,7 @@ UNSURE: dict[str, tuple[Callable[[], Weight], str]] = {
     ),
     "another layout of AWQ": (
         lambda: changed(awq(64, 128), {"quant_method": "awq", "bits": 4, "version": "marlin"}),
-        "shapes are not those of its scheme",
+        "something else than 4 bits, version gemm",
     ),
     "groups in another order": (
         lambda: changed(
@@ -399,6 +401,75 @@ UNSURE: dict[str, tuple[Callable[[], Weight], str]] = {
         lambda: changed(by_127(40, 100), weight_format=torch.ones((), dtype=U8)),
         "weight_format",
     ),
+    "a config that is not understood": (
+        lambda: changed(nvfp4(40, 256), {"quant_method": CT, "config_groups": [1]}),
+        "not understood",
+    ),
+    "bits that are no number": (
+        lambda: changed(
+            pack_quantized(40, 256, group=64),
+            groups_of({"num_bits": [4], "type": "int", "group_size": {}}),
+        ),
+        "scales are",
+    ),
+    "bits of a float": (
+        lambda: changed(gptq(64, 128), {"quant_method": "gptq", "bits": 4.0}),
+        "does not tell bits and format",
+    ),
+    "a format that is a list": (
+        lambda: changed(
+            gptq(64, 128), {"quant_method": "gptq", "bits": 4, "checkpoint_format": ["gptq"]}
+        ),
+        "does not tell bits and format",
+    ),
+    "rules for single modules": (
+        lambda: changed(gptq(64, 128), {**gptq(64, 128).said, "dynamic": {"+:a": {"bits": 8}}}),
+        "rules for single modules",
+    ),
+    "an order that is missing": (
+        lambda: changed(gptq(64, 128), {**gptq(64, 128).said, "desc_act": True}, g_idx=None),
+        "groups are in another order",
+    ),
+    "an order that a config tells": (
+        lambda: changed(
+            pack_quantized(40, 256, group=64),
+            groups_of({"num_bits": 4, "type": "int", "group_size": 64, "actorder": "group"}),
+        ),
+        "not columns side by side",
+    ),
+    "a group that does not divide the columns, untold": (
+        lambda: changed(pack_quantized(8, 1000, group=125), {}),
+        "scales are",
+    ),
+    "an older layout": (lambda: pack_quantized(40, 20, bits=3), "an older layout"),
+    "another scale": (
+        lambda: changed(by_127(40, 100), weight_scale_1=torch.ones(40)),
+        "beside it",
+    ),
+    "an offset beyond reason": (
+        lambda: changed(
+            nf4(200, 500, nested=True),
+            **{
+                "weight.quant_state.bitsandbytes__nf4": torch.frombuffer(
+                    bytearray(
+                        b'{"blocksize": 64, "shape": [200, 500], "nested_blocksize": 256,'
+                        b' "nested_offset": 1' + b"0" * 400 + b"}"
+                    ),
+                    dtype=U8,
+                )
+            },
+        ),
+        "stay codes",
+    ),
+    "no inputs": (
+        lambda: changed(
+            gptq(32, 32),
+            {"quant_method": "gptq", "bits": 4},
+            qweight=torch.zeros(0, 32, dtype=I32),
+            g_idx=torch.zeros(0, dtype=I32),
+        ),
+        "no elements",
+    ),
     "a name that is taken": (lambda: changed(awq(64, 128), weight=torch.ones(2)), "another tensor"),
 }
 
@@ -415,6 +486,67 @@ def test_what_is_not_known_for_sure_stays_codes_with_a_reason(kind: str, tmp_pat
         if tensor.dtype not in (torch.float32, torch.float16):
             assert torch.equal(got[FRONT + name].view(U8), tensor.view(U8)), name
     assert any("stay codes" in note and why in note for note in done.notes), done.notes
+
+
+def test_the_last_group_may_be_short_and_the_last_columns_padding(tmp_path: Path) -> None:
+    """Its config tells the size of a group, and `weight_shape` the columns."""
+    codes, factor = integers(1, 16, 8, 60), scales(8, 2)
+    parts = {
+        "weight_packed": packed(torch.nn.functional.pad(codes, (0, 4)), 4),
+        "weight_scale": factor,
+        "weight_shape": torch.tensor([8, 60]),
+    }
+    said = groups_of({"num_bits": 4, "type": "int", "group_size": 32})
+    want = (codes - 8) * factor.repeat_interleave(32, 1)[:, :60]
+    folder = folder_with(Weight(parts, said, want), tmp_path / "m")
+    ckpt_tools.merge(folder, tmp_path / "out.safetensors", dtype="fp32")
+    assert torch.equal(load_file(tmp_path / "out.safetensors")[FRONT + "weight"], want)
+
+
+def test_groups_without_weights_do_not_hide_the_rest_of_a_config(tmp_path: Path) -> None:
+    weight = pack_quantized(40, 256, group=64)
+    more = {"targets": ["Attention"], "weights": None, "input_activations": {"num_bits": 8}}
+    said = {**weight.said, "config_groups": {**weight.said["config_groups"], "kv": more}}
+    folder = folder_with(weight._replace(said=said), tmp_path / "m")
+    ckpt_tools.merge(folder, tmp_path / "out.safetensors", dtype="fp32")
+    assert torch.equal(load_file(tmp_path / "out.safetensors")[FRONT + "weight"], weight.want)
+    said["transform_config"] = {"R1": {}}
+    folder = folder_with(weight._replace(said=said), tmp_path / "n")
+    done = ckpt_tools.merge(folder, tmp_path / "rotated.safetensors", dtype="fp32")
+    assert any("rotated" in note for note in done.notes)
+
+
+def test_patterns_of_modules_are_matched_in_bounded_time() -> None:
+    """As `re.match` does it, where that ends."""
+    names = ["a", "lm_head", "model.layers.3.mlp.gate", "model.gate.up", "x" * 3000 + ".gate"]
+    patterns = [".*gate$", "lm_head", ".*layers.*mlp.*", "model.*gate", "a.*", ".*a.*t.*e", "x.*?g"]
+    for pattern in patterns:
+        modules = _modules(f"re:{pattern}")
+        assert modules is not None
+        for name in names:
+            assert modules.have(name) == (re.match(pattern, name) is not None), (pattern, name)
+    slow = _modules("re:" + ".*a" * 20 + ".*x$")
+    assert slow is not None and not slow.have("a" * 5000)
+    plain = _modules("gate")
+    assert plain is not None and plain.have("model.gate") and not plain.have("model.agate")
+
+
+def test_a_resume_is_refused(tmp_path: Path) -> None:
+    """What an earlier attempt has read of the codes cannot be proved any more."""
+    folder = folder_with(nvfp4(40, 256), tmp_path / "m")
+    for verb in (ckpt_tools.merge, ckpt_tools.convert):
+        how = {"to": "safetensors"} if verb is ckpt_tools.convert else {}
+        with pytest.raises(PlanError, match="are not resumed"):
+            verb(folder, tmp_path / "out.safetensors", dtype="bf16", resume=True, **how)
+    ckpt_tools.merge(folder, tmp_path / "out.safetensors", resume=True)
+
+
+def test_configs_that_differ_make_other_numbers_of_the_same_codes(tmp_path: Path) -> None:
+    one, two = gptq(64, 128), gptq(64, 128, version="gptq_v2")
+    folders = [folder_with(w, tmp_path / n) for w, n in ((one, "one"), (two, "two"))]
+    (found,) = ckpt_tools.diff(*folders).differences
+    assert found.fqn == FRONT + "weight" and found.num_different == one.want.numel()
+    assert ckpt_tools.diff(folders[0], folders[0]).is_same
 
 
 def test_groups_that_do_not_exist_are_refused(tmp_path: Path) -> None:

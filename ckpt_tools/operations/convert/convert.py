@@ -135,6 +135,7 @@ def prepare(
     numbers = Dequantized(source, source)
     if how.get("dtype") is not None:
         numbers = dequantize(source, matcher(how.get("keep_dtype", ())))
+        numbers.refuse_resume(how.get("resume", False))
     source = numbers.shown
     taken = _taken_apart(source, to, how, bool(is_model), is_unordered)
     parts = _named_by_transformers(_renamed(taken, source, how), to, how, source)
