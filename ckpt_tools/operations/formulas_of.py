@@ -50,6 +50,7 @@ _BESIDE = re.compile(
     r"|(?:[qkv]|kv|prob)_(?:scale|zero_point)"
 )
 _MAX_SCALES = 1 << 26  # of one weight, where they are held in memory
+_MAX_COLUMNS = 1 << 24  # of rows, which are computed as a whole
 _MAX_WORDS_BYTES = 1 << 30  # of a matrix that is read whole
 _IN_ORDER = (None, "weight", "static")  # orders in which groups are columns side by side
 _SIMPLE = re.compile(r"\^?(?:[\w-]|\\\.|\.(?:\*\??)?)*\$?")  # of patterns of modules
@@ -235,9 +236,12 @@ class FormulaFinder:
         if name != weight.codes and name in self._stored:
             return "another tensor has the name that its numbers would have"
         try:
-            return Numbers(name, self._formula(weight, small))
+            formula = self._formula(weight, small)
         except _Unsure as reason:
             return str(reason)
+        if isinstance(formula, Rows) and formula.matrix[1] > _MAX_COLUMNS:
+            return f"a row has more than {_MAX_COLUMNS:,} numbers"
+        return Numbers(name, formula)
 
     def _formula(self, weight: QuantizedWeight, small: Mapping[str, bytes]) -> Formula:
         scheme = weight.scheme

@@ -295,6 +295,16 @@ def test_ranks_shard_the_numbers_as_they_shard_others(tmp_path: Path) -> None:
     assert sum(sizes) < 1.2 * 2 * codes.numel()
 
 
+def test_a_row_beyond_reason_stays_codes(tmp_path: Path) -> None:
+    """It would be computed as a whole for each part of it."""
+    tensors = {
+        "a.weight": torch.zeros((1 << 24) + 1, dtype=torch.uint8).view(F8),
+        "a.weight_scale": torch.ones(1),
+    }
+    got, notes = merged(tensors, tmp_path, dtype="bf16")
+    assert got["a.weight"].dtype is F8 and any("a row has more than" in n for n in notes)
+
+
 def test_some_may_stay_codes_and_scales_of_inputs_go(tmp_path: Path) -> None:
     tensors = {
         "a.weight": codes_of(F8, 40, 30),
