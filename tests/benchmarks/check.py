@@ -32,6 +32,7 @@ SCRIPTS = {
     "loop": "@loop.py --rounds 1 --steps 6 model.dim=24 model.num_layers=1",
     "make_input": "@make_input.py DIR --gb 0.001",
     "mlperf_storage": "@mlperf_storage.py DIR --scale 0.0002 --runs 1",
+    "quantized": "quantized.py DIR --rows 256 --layers 1 --runs 1",
     "publish": "publish.py DIR --gb 0.002 --runs 1",
     "saving": "@saving.py DIR --gb 0.002 --runs 1 --hidden 32",
     "small": "small.py DIR --runs 2 --steps 3",
