@@ -76,6 +76,7 @@ _OF_TORCHAO = tuple(
 # activations, of the cache of keys and values, and upper bounds
 _COMPANION = re.compile(r"(?:.+_)?(?:scales?|scale_ub|zero_point)")
 _SCALED = ("compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "quark", "finegrained_fp8")
+OF_TORCHAO = "torchao optimizer"
 # the first that fits counts
 SCHEMES = (
     Scheme(
@@ -119,8 +120,8 @@ SCHEMES = (
     Scheme("AQLM", "codes", ("{P}codebooks", "{P}scales"), (), None, ("aqlm",)),
     Scheme("bitsandbytes 8-bit optimizer", "state1", ("{P}qmap1", "{P}absmax1"), (), 8, ()),
     Scheme("bitsandbytes 8-bit optimizer", "state2", ("{P}qmap2", "{P}absmax2"), (), 8, ()),
-    Scheme("torchao optimizer", "codes", ("{P}scale", "{P}qmap"), (), None, ()),
-    Scheme("torchao optimizer", "codes", ("{P}scale",), (), 0, ()),
+    Scheme(OF_TORCHAO, "codes", ("{P}scale", "{P}qmap"), (), None, ()),
+    Scheme(OF_TORCHAO, "codes", ("{P}scale",), (), 0, ()),
     Scheme(
         "codes with scales",
         "",

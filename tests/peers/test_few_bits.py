@@ -41,12 +41,16 @@ def test_moments_of_few_bits_go_on_as_without_the_interruption(kind: str, tmp_pa
     if kind == "AdamW8bit":
         for num_ranks, what in ((1, "resume"), (2, "used"), (2, "columns")):
             run(num_ranks, tmp_path, kind, what)
+        with pytest.raises(ckpt_tools.PlanError, match="moments of few bits are not named anew"):
+            ckpt_tools.convert(
+                tmp_path / "step-00000002", tmp_path / "x.pt", to="torch", optimizer="ids"
+            )
     step = tmp_path / "step-00000002"
     assert not ckpt_tools.verify(step).problems
-    assert "4 torchao optimizer" in ckpt_tools.inspect(step).extras["quantized"]
+    assert "8 torchao optimizer" in ckpt_tools.inspect(step).extras["quantized"]
     # stock torch reads the parts, and they mean what torchao says they do
     names = ckpt_tools.inspect(step).catalog.tensors
-    front = "optimizer.state.0.weight.exp_avg."
+    front = "optimizer.state.layers.0.weight.exp_avg."
     parts = {name.removeprefix(front): name for name in names if name.startswith(front)}
     tensors = {
         name: torch.empty(names[name].shape, dtype=getattr(torch, names[name].dtype.name))
@@ -57,7 +61,7 @@ def test_moments_of_few_bits_go_on_as_without_the_interruption(kind: str, tmp_pa
     if kind == "AdamW4bit":
         codes = torch.stack([codes >> 4, codes & 15], dim=-1)
     values = tensors[parts["qmap"]][codes.int()] if "qmap" in parts else codes.float()
-    want = torch.load(tmp_path / "want-0.pt")[0]["0.weight.exp_avg"]
+    want = torch.load(tmp_path / "want-0.pt")[0]["layers.0.weight.exp_avg"]
     got = values.reshape(scale.numel(), -1) * scale.reshape(-1, 1)
     assert torch.equal(got.reshape(want.shape), want)
 

@@ -32,6 +32,7 @@ from ckpt_tools.loop.state.shards import local_part
 
 CODES, SCALE, TABLE = "codes", "scale", "qmap"
 PARTS = (CODES, SCALE, TABLE)
+_NUM_8BIT, _NUM_4BIT = 256, 16  # numbers in a table
 _LEAST_NUMEL = 4096  # torchao keeps the moments of smaller parts of parameters plain
 
 
@@ -60,7 +61,7 @@ def _kind_of(value: object) -> _Kind | None:
     return next((kind for kind in _KINDS if (kind.module, kind.name) == where), None)
 
 
-def take_apart(value: Any, optimizer: Optimizer) -> Any:
+def take_apart(value: Any, optimizer: Optimizer, key: str, for_loading: bool) -> Any:
     """Returns the plain tensors of a moment of few bits by their part; any other value itself.
 
     They lie in the memory of the moment. If a rank's part of the moment does not end with a block,
@@ -69,16 +70,24 @@ def take_apart(value: Any, optimizer: Optimizer) -> Any:
     Args:
         value: of the optimizer's state.
         optimizer: whose it is.
+        key: of the value.
+        for_loading: a load follows, so only this rank's own form matters.
     """
     kind = _kind_of(value)
     if kind is None:
-        return value.to(torch.float32) if _has_codes_elsewhere(value, optimizer) else value
+        return value if for_loading else _as_elsewhere(value, optimizer, key)
     local: Any = local_part(value)
-    if not _is_aligned(value, local.block_size):
+    is_whole = _fits(value, local.block_size) and (for_loading or _is_kept_everywhere(value))
+    if not is_whole:
         return _like(value, local.dequantize(torch.float32).reshape(local.shape), value.shape)
+    return _parts(value, local, kind)
+
+
+def _parts(value: torch.Tensor, local: Any, kind: _Kind) -> dict[str, torch.Tensor]:
+    """Returns the parts of a moment, given as a whole and as this rank's part."""
+    *lead, columns = local_part(value).shape
 
     def part(found: torch.Tensor, per: int) -> torch.Tensor:
-        *lead, columns = local.shape
         shape = (*value.shape[:-1], value.shape[-1] // per)
         return _like(value, found.reshape(*lead, columns // per), shape)
 
@@ -86,68 +95,112 @@ def take_apart(value: Any, optimizer: Optimizer) -> Any:
     return {**parts, TABLE: local.qmap} if kind.has_table else parts
 
 
+def _as_elsewhere(value: Any, optimizer: Optimizer, key: str) -> Any:
+    """Returns a plain moment of this rank in the form that the others give it.
+
+    A rank without elements has empty parts. A short type becomes float32, if another rank has codes
+    of a moment that is stored as float32.
+    """
+    block = getattr(optimizer, "block_size", None)
+    is_moment = isinstance(value, DTensor) and value.is_floating_point() and value.dim() > 0
+    if not is_moment or type(block) is not int or not is_torchao(optimizer):
+        return value
+    boxes = [box for box in _boxes(value) if box.numel]
+    is_each = [box.numel >= _LEAST_NUMEL and box.numel % block == 0 for box in boxes]
+    local = local_part(value)
+    if boxes and all(is_each) and _fits(value, block) and not local.numel():
+        empty = _own_form(optimizer, key, local.device)
+        kind = _kind_of(empty)
+        assert kind is not None
+        empty.codes, empty.scale = empty.codes.reshape(-1)[:0], empty.scale[:0]
+        return _parts(value, empty, kind)
+    is_short = value.dtype in (torch.bfloat16, torch.float16)
+    return value.to(torch.float32) if is_short and any(is_each) else value
+
+
+def _own_form(optimizer: Any, key: str, device: torch.device) -> Any:
+    """Returns a moment of one block, as an optimizer of torchao makes it."""
+    room = torch.zeros(optimizer.block_size, device=device)
+    return optimizer._subclass_zeros(room, key == "exp_avg", optimizer.block_size)
+
+
 def is_moment(value: object) -> bool:
     """Tells whether a value of an optimizer's state is a moment of few bits."""
     return _kind_of(value) is not None
 
 
-def room_for(
-    parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str
-) -> torch.Tensor | None:
-    """Returns memory for a part of a moment, sharded like its parameter; None for a table.
+def rooms_for(
+    parameter: torch.Tensor, stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> dict[str, torch.Tensor]:
+    """Returns memory for the parts of a moment, sharded like its parameter.
+
+    A part that this job's ranks cut, or that has another shape, gets memory as it is stored:
+    `put_together` refuses it.
 
     Args:
         parameter: whose moment it is.
-        shape, dtype: of the stored part.
-        name: of the stored part.
-
-    Raises:
-        PlanError: the ranks of this job cut its blocks.
+        stored: shape and type of each part.
     """
-    if shape[:-1] != tuple(parameter.shape[:-1]) or len(shape) != parameter.dim() or not shape:
-        return None
-    per = parameter.shape[-1] // max(1, shape[-1])
-    if not per or parameter.shape[-1] != per * shape[-1]:
-        return None
-    if not _fits(parameter, per):
-        raise PlanError(
-            f"the ranks of this job cut blocks of a moment of few bits: {printable(name)!r},"
-            f" {list(parameter.shape)} in blocks of {per}",
-            hint="load it on as many ranks as have saved it, or a number that divides its rows"
-            " evenly; or leave the optimizer out",
-        )
-    local = local_part(parameter)
-    room = torch.zeros(
-        (*local.shape[:-1], local.shape[-1] // per), dtype=dtype, device=local.device
-    )
-    return _like(parameter, room, shape)
+    per_code = 2 if TABLE in stored and stored[TABLE][0] == (_NUM_4BIT,) else 1
+    codes, scale = stored[CODES][0], stored[SCALE][0]
+    block = codes[-1] * per_code // scale[-1] if codes and scale and scale[-1] else 0
+    local, rooms = local_part(parameter), dict[str, torch.Tensor]()
+    for part, (shape, dtype) in stored.items():
+        per = {CODES: per_code, SCALE: block}.get(part, 0)
+        if not per or not _fits(parameter, per):
+            rooms[part] = torch.zeros(shape, dtype=dtype, device="cpu")
+            continue
+        sizes = (*local.shape[:-1], local.shape[-1] // per)
+        room = torch.zeros(sizes, dtype=dtype, device=local.device)
+        rooms[part] = _like(parameter, room, (*parameter.shape[:-1], parameter.shape[-1] // per))
+    return rooms
 
 
-def put_together(value: Any, parameter: torch.Tensor, name: str) -> Any:
+def put_together(value: Any, parameter: torch.Tensor, optimizer: Optimizer, name: str) -> Any:
     """Returns the moment of which a mapping has the parts; any other value itself.
 
     Args:
         value: of a loaded optimizer's state.
         parameter: whose moment it is.
+        optimizer: whose state it is.
         name: for messages.
 
     Raises:
-        PlanError: torchao is not installed, or the parts make no moment.
+        PlanError: the optimizer is not one of torchao's, or the parts make no moment here.
     """
     if not isinstance(value, Mapping) or not {CODES, SCALE} <= value.keys() <= {*PARTS}:
         return value
-    table = value.get(TABLE)
-    kind = _KINDS[2] if table is None else _KINDS[0 if table.numel() == 256 else 1]
-    try:
-        made = getattr(importlib.import_module(kind.module), kind.name)
-    except ImportError:
+    if not is_torchao(optimizer):
         raise PlanError(
-            f"a moment of few bits needs torchao: {printable(name)!r} is a {kind.name}",
-            hint="pip install torchao; or leave the optimizer out",
-        ) from None
-    local = local_part(parameter)
-    codes, scale = local_part(value[CODES]), local_part(value[SCALE]).reshape(-1)
-    how = {"dtype": parameter.dtype}
+            f"a moment of few bits needs an optimizer of torchao: {printable(name)!r}, and this one"
+            f" is a {type(optimizer).__name__}",
+            hint="make the optimizer as it was made for the save; or leave it out",
+        )
+    local, table = local_part(parameter), value.get(TABLE)
+    codes, scale = local_part(value[CODES]), local_part(value[SCALE])
+    kind = next((k for k in _KINDS if _is_of(k, codes, table)), None)
+    if not local.numel():  # torchao keeps nothing of it
+        return _like(parameter, torch.zeros_like(local), parameter.shape)
+    per_code, blocks = kind.per_code if kind else 1, scale.shape[-1] if scale.dim() else 0
+    # memory that is not sharded like the parameter is that of parts which this job's ranks cut
+    is_whole = all(isinstance(value[part], DTensor) for part in (CODES, SCALE))
+    is_cut = isinstance(parameter, DTensor) and not is_whole
+    fits = (
+        blocks > 0
+        and (*codes.shape[:-1], codes.shape[-1] * per_code) == tuple(local.shape)
+        and scale.shape[:-1] == local.shape[:-1]
+        and local.shape[-1] % blocks == 0
+    )
+    if kind is None or is_cut or not fits:
+        raise PlanError(
+            f"the parts of a moment of few bits do not fit: {printable(name)!r} has"
+            f" codes {codes.dtype} {list(codes.shape)} and scales {list(scale.shape)} on this rank,"
+            f" for a parameter of {list(local.shape)}",
+            hint="the ranks of this job cut its blocks, the parameter has another shape, or a part"
+            " was left out: load it on as many ranks as have saved it, or leave the optimizer out",
+        )
+    scale = scale.reshape(-1)
+    made, how = getattr(importlib.import_module(kind.module), kind.name), {"dtype": parameter.dtype}
     if table is None:
         found = made(codes, scale, **how)
     else:
@@ -156,6 +209,36 @@ def put_together(value: Any, parameter: torch.Tensor, name: str) -> Any:
         codes = codes if kind.per_code == 1 else codes.reshape(-1)
         found = made(codes, scale, table, bool(table.min() < 0), *more, **how)
     return _like(parameter, found, parameter.shape)
+
+
+def _is_of(kind: _Kind, codes: torch.Tensor, table: torch.Tensor | None) -> bool:
+    """Tells whether parts are those of a kind."""
+    if table is None:
+        return not kind.has_table and codes.dtype is torch.float8_e4m3fn
+    numbers = _NUM_4BIT if kind.per_code == 2 else _NUM_8BIT
+    return kind.has_table and codes.dtype is torch.uint8 and table.shape == (numbers,)
+
+
+def notes_on(optimizer: Any, name: str) -> list[str]:
+    """Returns a note if an optimizer goes on with moments of another form than its own."""
+    if not is_torchao(optimizer) or type(getattr(optimizer, "block_size", None)) is not int:
+        return []
+    found = set[str]()
+    mine = ""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            kind = _kind_of(value)
+            if kind is None:
+                continue
+            local: Any = local_part(value)
+            own = _own_form(optimizer, key, local.device)
+            mine = f"{type(own).__name__} in blocks of {own.block_size}"
+            theirs = f"{kind.name} in blocks of {local.block_size}"
+            found |= {theirs} - {mine}
+    if not found:
+        return []
+    saved = ", ".join(sorted(found))
+    return [f"{name}: moments stay as they were saved, {saved}; a new optimizer would have {mine}"]
 
 
 def keep_float32(optimizer: Optimizer, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
@@ -174,18 +257,9 @@ def keep_float32(optimizer: Optimizer, state: Mapping[torch.Tensor, Mapping[str,
                 optimizer.state[parameter][key] = value.to(now.device)
 
 
-def is_torchao(optimizer: Optimizer) -> bool:
+def is_torchao(optimizer: object) -> bool:
     """Tells whether an optimizer is one of torchao's, which compute with moments of any type."""
-    return type(optimizer).__module__.startswith("torchao.")
-
-
-def _has_codes_elsewhere(value: Any, optimizer: Optimizer) -> bool:
-    """Tells whether another rank keeps codes of a moment that this rank keeps in a short type."""
-    block = getattr(optimizer, "block_size", None)
-    is_short = isinstance(value, DTensor) and value.dtype in (torch.bfloat16, torch.float16)
-    if not is_short or not is_torchao(optimizer) or type(block) is not int:
-        return False
-    return any(b.numel >= _LEAST_NUMEL and b.numel % block == 0 for b in _boxes(value))
+    return any(one.__module__.startswith("torchao.") for one in type(optimizer).__mro__)
 
 
 def _like(model: torch.Tensor, local: torch.Tensor, shape: Any) -> torch.Tensor:
@@ -203,11 +277,9 @@ def _like(model: torch.Tensor, local: torch.Tensor, shape: Any) -> torch.Tensor:
     )
 
 
-def _is_aligned(value: torch.Tensor, block: int) -> bool:
-    """Tells whether every rank has whole blocks, and so many elements that it keeps codes."""
-    return _fits(value, block) and all(
-        not box.numel or box.numel >= _LEAST_NUMEL for box in _boxes(value)
-    )
+def _is_kept_everywhere(value: torch.Tensor) -> bool:
+    """Tells whether every rank has so many elements of a moment that it keeps codes."""
+    return all(not box.numel or box.numel >= _LEAST_NUMEL for box in _boxes(value))
 
 
 def _fits(value: torch.Tensor, block: int) -> bool:

@@ -32,7 +32,7 @@ from ckpt_tools.loop.state.few_bits import (
     is_torchao,
     keep_float32,
     put_together,
-    room_for,
+    rooms_for,
     take_apart,
 )
 from ckpt_tools.loop.state.objects import Key, shown
@@ -145,15 +145,21 @@ def export_optimizer(
     moments = [(n, k) for n, found in values.items() for k, v in found.items() if is_moment(v)]
     if moments or is_torchao(optimizer):
         values = {
-            n: {k: take_apart(v, optimizer) for k, v in found.items()}
+            n: {k: take_apart(v, optimizer, str(k), stored is not None) for k, v in found.items()}
             for n, found in values.items()
         }
     widened = [(n, k) for n, k in moments if isinstance(values[n][k], torch.Tensor)]
-    fresh = [name for name in parameters if name not in values] if stored is not None else []
+    # `stored` has plain names, and a module may itself be called `module`
+    there = stored or {}
+    states = {name: there.get(name) or there.get(strip_wrappers(name), {}) for name in parameters}
+    fresh = [
+        name
+        for name in parameters
+        if stored is not None
+        and (name not in values or _has_other_moments(values[name], states[name]))
+    ]
     for name in fresh:
-        # `stored` has plain names, and a module may itself be called `module`
-        state_of = (stored or {}).get(name) or (stored or {}).get(strip_wrappers(name), {})
-        like = _rooms(parameters[name], state_of, name)
+        like = _rooms(parameters[name], states[name])
         values |= {name: like} if like else {}
     free_own = [*own, *(stored or {}).get("", ())]
     return ExportedOptimizer(
@@ -207,23 +213,33 @@ def _is_local(value: Any, parameter: torch.Tensor, name: str) -> bool:
     return True
 
 
-def _rooms(parameter: torch.Tensor, stored: Mapping[str, StoredState], name: str) -> dict[str, Any]:
-    """Returns memory for the state of a parameter, by key; parts of a moment of few bits below it.
+def _has_other_moments(own: Mapping[str, Any], stored: Mapping[str, StoredState]) -> bool:
+    """Tells whether a parameter's moments of few bits have another form than the stored ones.
 
-    Raises:
-        PlanError: the ranks of this job cut the blocks of a moment of few bits.
+    So have moments of which only one of the two has few bits. They get new memory for a load.
     """
+    mine = {
+        f"{key}.{part}": tuple(tensor.shape)
+        for key, parts in own.items()
+        if isinstance(parts, Mapping)
+        for part, tensor in parts.items()
+        if isinstance(tensor, torch.Tensor)
+    }
+    theirs = {key: tensor.shape for key, tensor in stored.items() if "." in key}
+    return bool(stored) and mine != theirs
+
+
+def _rooms(parameter: torch.Tensor, stored: Mapping[str, StoredState]) -> dict[str, Any]:
+    """Returns memory for the state of a parameter, by key; parts of a moment of few bits below."""
     found: dict[str, Any] = {}
+    moments: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
     for key, tensor in stored.items():
         moment, _, part = key.rpartition(".")
-        if not moment:
+        if moment:
+            moments.setdefault(moment, {})[part] = tensor.shape, tensor.dtype
+        else:
             found[key] = _room(parameter, tensor)
-            continue
-        room = room_for(parameter, tensor.shape, tensor.dtype, f"{name}.{key}")
-        if room is None:
-            room = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-        found.setdefault(moment, {})[part] = room
-    return found
+    return found | {key: rooms_for(parameter, parts) for key, parts in moments.items()}
 
 
 def _room(parameter: torch.Tensor, stored: StoredState) -> torch.Tensor:
@@ -274,7 +290,10 @@ def load_optimizer(
             of = dict(zip(names, parameters, strict=True))
             state["state"] = {
                 name: (
-                    {k: put_together(v, of[name], f"{name}.{k}") for k, v in values.items()}
+                    {
+                        k: put_together(v, of[name], optimizer, f"{name}.{k}")
+                        for k, v in values.items()
+                    }
                     if name in of and isinstance(values, Mapping)
                     else values
                 )

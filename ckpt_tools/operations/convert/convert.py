@@ -15,6 +15,7 @@ from typing import Any, Unpack, cast
 from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.core.coverage import check as check_catalog
 from ckpt_tools.core.naming import key_path, model_only, strip_wrappers, stripped_from, stripper
+from ckpt_tools.core.quantized import OF_TORCHAO, weights_in
 from ckpt_tools.core.selection import matcher
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import torch_save
@@ -192,6 +193,15 @@ def _taken_apart(
     is_numbered = not is_model and (
         TARGETS[to].namings == ("ids",) or how.get("optimizer") == "ids"
     )
+    names_anew = is_numbered or (not is_model and how.get("optimizer") is not None)
+    moments = [w for w in weights_in(source.catalog.tensors.values()) if w.scheme == OF_TORCHAO]
+    if names_anew and moments:
+        raise PlanError(
+            f"moments of few bits are not named anew: {printable(moments[0].codes)!r}"
+            f" ({len(moments)} of {OF_TORCHAO})",
+            hint="leave --optimizer out to copy them as they are; CheckpointManager.resume and"
+            " ckpt_tools.load take them; or --model-only",
+        )
     check_used(
         order,
         [o.prefix for o in taken.optimizers if o.is_numbered or (is_numbered and not o.has_order)],
