@@ -124,6 +124,11 @@ def _own_form(optimizer: Any, key: str, device: torch.device) -> Any:
     return optimizer._subclass_zeros(room, key == "exp_avg", optimizer.block_size)
 
 
+def are_parts(value: object) -> bool:
+    """Tells whether a value has the parts of a moment."""
+    return isinstance(value, Mapping) and {CODES, SCALE} <= value.keys() <= {*PARTS}
+
+
 def is_moment(value: object) -> bool:
     """Tells whether a value of an optimizer's state is a moment of few bits."""
     return _kind_of(value) is not None
@@ -168,7 +173,7 @@ def put_together(value: Any, parameter: torch.Tensor, optimizer: Optimizer, name
     Raises:
         PlanError: the optimizer is not one of torchao's, or the parts make no moment here.
     """
-    if not isinstance(value, Mapping) or not {CODES, SCALE} <= value.keys() <= {*PARTS}:
+    if not are_parts(value):
         return value
     if not is_torchao(optimizer):
         raise PlanError(
@@ -223,19 +228,12 @@ def notes_on(optimizer: Any, name: str) -> list[str]:
     """Returns a note if an optimizer goes on with moments of another form than its own."""
     if not is_torchao(optimizer) or type(getattr(optimizer, "block_size", None)) is not int:
         return []
-    found = set[str]()
-    mine = ""
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            kind = _kind_of(value)
-            if kind is None:
-                continue
-            local: Any = local_part(value)
-            own = _own_form(optimizer, key, local.device)
-            mine = f"{type(own).__name__} in blocks of {own.block_size}"
-            theirs = f"{kind.name} in blocks of {local.block_size}"
-            found |= {theirs} - {mine}
-    if not found:
+    values = (value for state in optimizer.state.values() for value in state.values())
+    moments: list[Any] = [local_part(value) for value in values if is_moment(value)]
+    found = {f"{type(one).__name__} in blocks of {one.block_size}" for one in moments}
+    own = _own_form(optimizer, "", torch.device("cpu")) if found else None
+    mine = f"{type(own).__name__} in blocks of {optimizer.block_size}"
+    if not found - {mine}:
         return []
     saved = ", ".join(sorted(found))
     return [f"{name}: moments stay as they were saved, {saved}; a new optimizer would have {mine}"]

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from ckpt_tools.core.naming import strip_wrappers
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.state.few_bits import (
+    are_parts,
     is_moment,
     is_torchao,
     keep_float32,
@@ -221,9 +222,8 @@ def _has_other_moments(own: Mapping[str, Any], stored: Mapping[str, StoredState]
     mine = {
         f"{key}.{part}": tuple(tensor.shape)
         for key, parts in own.items()
-        if isinstance(parts, Mapping)
+        if are_parts(parts)
         for part, tensor in parts.items()
-        if isinstance(tensor, torch.Tensor)
     }
     theirs = {key: tensor.shape for key, tensor in stored.items() if "." in key}
     return bool(stored) and mine != theirs
