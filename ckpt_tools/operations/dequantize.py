@@ -98,6 +98,8 @@ class Dequantized:
             if numbers_file(name) in files
             for part in parts
         }
+        if not names:
+            return
         with group.phase("prove quantized weights"):
             reading = store.opened()
             reading.watch.prove({})
