@@ -345,6 +345,7 @@ class FormulaFinder:
         is_plain = len(codes.shape) == 2 and scales.shape == codes.shape[:1]
         if not is_plain or codes.dtype.name != "int8" or scales.dtype.name not in _SCALES:
             raise _Unsure("shapes and types are not those of 8 bits of bitsandbytes")
+        self._refuse_others(weight, weight.parts)
         grid = _grid(self._part(scales.fqn), codes.shape, (1, codes.shape[1]))
         code = Codes(8, kind="int8")
         return Rows(codes.shape, code, self._part(weight.codes, True), grid, after=_PER_SCB)
@@ -537,6 +538,7 @@ class FormulaFinder:
             size, offset, floats = 0, 0.0, [*floats, there["scales"].dtype.name]
         if not fits or len(there["scales"].shape) != 1 or not {*floats} <= {*_SCALES}:
             raise _Unsure("shapes and types are not those of its quant_state")
+        self._refuse_others(weight, weight.parts)
         parts = {
             role: self._part(name, is_raw=role == "codes" or (role == "scales" and nested))
             for role, name in names.items()

@@ -215,7 +215,7 @@ KINDS: dict[str, Callable[[], Weight]] = {
     "4 bits, a row": lambda: pack_quantized(40, 200),
     "4 bits, zero points": lambda: pack_quantized(40, 256, group=64, has_zeros=True),
     "8 bits": lambda: pack_quantized(40, 256, bits=8, group=64),
-    "3 bits": lambda: pack_quantized(40, 100, bits=3),
+    "3 bits": lambda: pack_quantized(40, 96, bits=3),
     "3 bits, zero points": lambda: pack_quantized(70, 96, bits=3, group=32, has_zeros=True),
     "5 bits": lambda: pack_quantized(40, 96, bits=5, group=32),
     "odd columns": lambda: pack_quantized(7, 33),
@@ -407,10 +407,10 @@ UNSURE: dict[str, tuple[Callable[[], Weight], str]] = {
     ),
     "bits that are no number": (
         lambda: changed(
-            pack_quantized(40, 256, group=64),
+            pack_quantized(40, 8, bits=4),
             groups_of({"num_bits": [4], "type": "int", "group_size": {}}),
         ),
-        "scales are",
+        "bits of a code are not known",
     ),
     "bits of a float": (
         lambda: changed(gptq(64, 128), {"quant_method": "gptq", "bits": 4.0}),

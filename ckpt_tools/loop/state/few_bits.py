@@ -61,7 +61,7 @@ def _kind_of(value: object) -> _Kind | None:
     return next((kind for kind in _KINDS if (kind.module, kind.name) == where), None)
 
 
-def take_apart(value: Any, optimizer: Optimizer, key: str, for_loading: bool) -> Any:
+def parts_of_moment(value: Any, optimizer: Optimizer, key: str, for_loading: bool) -> Any:
     """Returns the plain tensors of a moment of few bits by their part; any other value itself.
 
     They lie in the memory of the moment. If a rank's part of the moment does not end with a block,
@@ -140,7 +140,7 @@ def rooms_for(
     """Returns memory for the parts of a moment, sharded like its parameter.
 
     A part that this job's ranks cut, or that has another shape, gets memory as it is stored:
-    `put_together` refuses it.
+    `moment_of_parts` refuses it.
 
     Args:
         parameter: whose moment it is.
@@ -161,7 +161,7 @@ def rooms_for(
     return rooms
 
 
-def put_together(value: Any, parameter: torch.Tensor, optimizer: Optimizer, name: str) -> Any:
+def moment_of_parts(value: Any, parameter: torch.Tensor, optimizer: Optimizer, name: str) -> Any:
     """Returns the moment of which a mapping has the parts; any other value itself.
 
     Args:

@@ -32,9 +32,9 @@ from ckpt_tools.loop.state.few_bits import (
     is_moment,
     is_torchao,
     keep_float32,
-    put_together,
+    moment_of_parts,
+    parts_of_moment,
     rooms_for,
-    take_apart,
 )
 from ckpt_tools.loop.state.objects import Key, shown
 
@@ -146,7 +146,10 @@ def export_optimizer(
     moments = [(n, k) for n, found in values.items() for k, v in found.items() if is_moment(v)]
     if moments or is_torchao(optimizer):
         values = {
-            n: {k: take_apart(v, optimizer, str(k), stored is not None) for k, v in found.items()}
+            n: {
+                k: parts_of_moment(v, optimizer, str(k), stored is not None)
+                for k, v in found.items()
+            }
             for n, found in values.items()
         }
     widened = [(n, k) for n, k in moments if isinstance(values[n][k], torch.Tensor)]
@@ -291,7 +294,7 @@ def load_optimizer(
             state["state"] = {
                 name: (
                     {
-                        k: put_together(v, of[name], optimizer, f"{name}.{k}")
+                        k: moment_of_parts(v, of[name], optimizer, f"{name}.{k}")
                         for k, v in values.items()
                     }
                     if name in of and isinstance(values, Mapping)
