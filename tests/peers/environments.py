@@ -87,11 +87,11 @@ def python_of(peer: str) -> str:
     done = folder / f"{peer}.done"
     with (ROOT / ".peers.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests run side by side
-        if not done.exists():
+        if not done.exists() or done.read_text() != _PEERS[peer]:  # other packages since then
             log = _install(folder, _PEERS[peer].split())
             if log:
                 pytest.skip(f"{peer} cannot be installed here: {log}")
-            done.touch()
+            done.write_text(_PEERS[peer])
     return str(folder / "bin" / "python")
 
 
