@@ -156,7 +156,7 @@ class TensorEntry:
         chunks: in any order, with replicas.
         stored: its name in the checkpoint, if that differs from `fqn`.
         quantized: the quantized weight that it is a part of.
-        is_computed: its elements are computed when they are read, so no fingerprint is known.
+        is_computed: elements of it are computed when they are read, so no fingerprint is known.
         stretches: the parts of stored tensors that it was made of, in order; empty for a stored
             tensor.
     """

@@ -76,7 +76,7 @@ _OF_TORCHAO = tuple(
 # activations, of the cache of keys and values, and upper bounds
 _COMPANION = re.compile(r"(?:.+_)?(?:scales?|scale_ub|zero_point)")
 _SCALED = ("compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "quark", "finegrained_fp8")
-OF_TORCHAO = "torchao optimizer"
+OF_TORCHAO, _OF_BITSANDBYTES = "torchao optimizer", "bitsandbytes 8-bit optimizer"
 # the first that fits counts
 SCHEMES = (
     Scheme(
@@ -118,10 +118,10 @@ SCHEMES = (
     Scheme("fp8 with scales of blocks", "weight", ("{P}scale",), (), 0, _SCALED),
     Scheme("fp8 with a scale", "weight", ("{P}scale_weight",), ("{P}scale_input",), 0, ()),
     Scheme("AQLM", "codes", ("{P}codebooks", "{P}scales"), (), None, ("aqlm",)),
-    Scheme("bitsandbytes 8-bit optimizer", "state1", ("{P}qmap1", "{P}absmax1"), (), 8, ()),
-    Scheme("bitsandbytes 8-bit optimizer", "state2", ("{P}qmap2", "{P}absmax2"), (), 8, ()),
-    Scheme(OF_TORCHAO, "codes", ("{P}scale", "{P}qmap"), (), None, ()),
-    Scheme(OF_TORCHAO, "codes", ("{P}scale",), (), 0, ()),
+    Scheme(_OF_BITSANDBYTES, "state1", ("{P}qmap1", "{P}absmax1"), (), 8, ()),
+    Scheme(_OF_BITSANDBYTES, "state2", ("{P}qmap2", "{P}absmax2"), (), 8, ()),
+    Scheme(OF_TORCHAO, "exp_avg.codes", ("{P}scale",), ("{P}qmap",), None, ()),
+    Scheme(OF_TORCHAO, "exp_avg_sq.codes", ("{P}scale",), ("{P}qmap",), None, ()),
     Scheme(
         "codes with scales",
         "",
@@ -182,8 +182,8 @@ def find_quantized(tensors: Mapping[str, TensorEntry]) -> dict[str, QuantizedWei
             found |= {name: weight for name in parts if name not in found}
             found[fqn] = weight
             break
-    if found:
-        first = next(iter(found.values()))  # they belong to no single weight
+    of_model = (w for w in found.values() if w.scheme not in (OF_TORCHAO, _OF_BITSANDBYTES))
+    if (first := next(of_model, None)) is not None:  # they belong to no single weight
         for fqn, entry in tensors.items():
             last = fqn.rpartition(".")[2]
             if fqn not in found and entry.dtype.is_castable and _COMPANION.fullmatch(last):

@@ -113,19 +113,29 @@ def assemble(
                     f"more than {_MAX_PIECES:,} pieces of {printable(entry.fqn)!r} would become"
                     f" {printable(fqn)!r}"
                 )
-    stretches = _stretches(relations, entries)
-    return replace(first, shape=shape, chunks=ChunkList(chunks), stretches=stretches).named(fqn)
+    made = replace(
+        first,
+        shape=shape,
+        chunks=ChunkList(chunks),
+        stretches=_stretches(relations, entries),
+        is_computed=any(source.is_computed for source in sources),
+    )
+    return made.named(fqn)
 
 
 def _stretches(
     relations: Sequence[Relation], entries: Mapping[str, TensorEntry]
 ) -> tuple[Stretch, ...]:
-    """Returns the stretches of the result of `assemble`."""
+    """Returns the stretches of the result of `assemble`.
+
+    Beside computed elements, those of a stored tensor prove nothing: it is read once more.
+    """
     found = []
+    is_mixed = any(entries[relation.left.name].is_computed for relation in relations)
     for sizes, left, right in relations:
         entry, numel = entries[left.name], math.prod(sizes)
         if entry.is_computed:
-            return ()
+            continue
         plain = row_major_strides(sizes)
         is_together = all(
             size == 1 or a == b == stride
@@ -134,7 +144,7 @@ def _stretches(
         if not numel:
             continue
         own = entry.stretches or (Stretch(entry.stored_name, 0, 0, math.prod(entry.shape)),)
-        if is_together and len(own) == 1 and own[0].number:  # a part of a part
+        if is_together and not is_mixed and len(own) == 1 and own[0].number:  # a part of a part
             start = own[0].start + left.offset
             found.append(Stretch(own[0].stored, start, right.offset, numel))
         else:

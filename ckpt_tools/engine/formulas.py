@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -76,7 +76,7 @@ class Formula(ABC):
         """Computes numbers.
 
         Args:
-            found: what the boxes of one unit hold.
+            found: the contents of the boxes of one unit.
             start: number of the first element. All elements are of this unit.
             into: room for them.
         """
@@ -246,15 +246,16 @@ class Rows(Formula):
     factor: Part | None = None
     divides: bool = False
     after: float = 1.0
-    parts: Mapping[str, Part] = field(default_factory=dict, init=False, compare=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def parts(self) -> Mapping[str, Part]:  # type: ignore[override]
+        """Returns the stored tensors, by role."""
         parts = {"codes": self.codes, "scales": self.scales.part}
         if self.zeros is not None:
             parts["zeros"] = self.zeros.part
         if self.factor is not None:
             parts["factor"] = self.factor
-        object.__setattr__(self, "parts", parts)
+        return parts
 
     @cached_property
     def matrix(self) -> tuple[int, int]:
@@ -445,7 +446,7 @@ class Words(Formula):
         shape: outputs and inputs.
         bits: of a code.
         group: inputs of a group.
-        lowest_zero: what is added to a stored zero point: 1 for GPTQ's first format.
+        lowest_zero: the zero point that is stored as 0: 1 in GPTQ's first format.
         is_awq: the codes of eight outputs are in a word.
     """
 

@@ -33,7 +33,7 @@ _KEPT_BYTES, _KEPT_BOXES = 16 << 20, 8  # of boxes that other numbers may need, 
 
 
 def numbers_file(name: str) -> str:
-    """Returns the file that has the numbers of a weight, by the stored name of its codes."""
+    """Returns the file that has the numbers of a weight, by the name of the numbers."""
     return _FOLDER + name
 
 

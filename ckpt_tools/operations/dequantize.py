@@ -153,14 +153,14 @@ def dequantize(
     manifest = checked_manifest(source)
     told = told_by_config(source, manifest)
     finder = FormulaFinder(catalog.tensors, told)
-    small = {name: w.codes for w in wanted for name in finder.small_parts(w)}
-    values = read_small(source, [catalog.tensors[name] for name in small], manifest)
+    small = {weight.codes: finder.small_parts(weight) for weight in wanted}
+    entries = [catalog.tensors[name] for names in small.values() for name in names]
+    values = read_small(source, entries, manifest)
     done: list[QuantizedWeight] = []
     formulas, reasons = dict[str, Formula](), Counter[tuple[str, str]]()
     names: dict[str, str] = {}
     for weight in wanted:
-        mine = {name: values[name] for name in finder.small_parts(weight)}
-        found = finder.find(weight, mine)
+        found = finder.find(weight, {name: values[name] for name in small[weight.codes]})
         if isinstance(found, str):
             reasons[weight.scheme, found] += 1
             continue
@@ -170,6 +170,8 @@ def dequantize(
         f"{number:,} {scheme} stay codes: {printable(why)}"
         for (scheme, why), number in reasons.most_common(_SHOWN)
     ]
+    if more := sum(number for _, number in reasons.most_common()[_SHOWN:]):
+        notes.append(f"{more:,} quantized weights stay codes for other reasons")
     if not done:
         return Dequantized(source, source, notes=notes)
     parts = {

@@ -1,7 +1,7 @@
 """Which formula turns the codes of a quantized weight into numbers?
 
-Names, types and shapes of its tensors tell, and the config beside a checkpoint. What they do not
-tell for sure has no formula, and a reason.
+Names, types and shapes of its tensors tell, and the config beside a checkpoint. If they do not tell
+for sure, there is a reason in place of a formula.
 
 Sources: DeepSeek-V3, `inference/kernel.py` (`weight_dequant`) and its config (`weight_block_size`);
 compressed-tensors 0.20 (`naive-quantized`, `int-quantized`, `pack-quantized`,
@@ -144,24 +144,24 @@ def _told(said: Mapping[str, Any]) -> ToldByConfig:
     is_plain = not is_sorted and all(group.get("targets") == ["Linear"] for group in groups)
     return ToldByConfig(
         said,
-        True,
-        blocks.pop() if is_one else (),
-        _one_of(weights, "num_bits", 8),
-        _one_of(weights, "group_size", 1 << 40),
-        bool(weights) and is_int8 and is_plain and len(known) == len(ignored),
-        symmetric <= {True},
-        is_sorted,
-        known,
-        bool(said.get("transform_config")),
+        blocks=blocks.pop() if is_one else (),
+        bits=_one_of(weights, "num_bits", 8),
+        group_size=_one_of(weights, "group_size", 1 << 40),
+        is_int8=bool(weights) and is_int8 and is_plain and len(known) == len(ignored),
+        is_symmetric=symmetric <= {True},
+        is_sorted=is_sorted,
+        ignored=known,
+        is_turned=bool(said.get("transform_config")),
     )
 
 
 def _one_of(weights: Sequence[Mapping[str, Any]], key: str, most: int) -> int:
     """Returns the positive integer that all groups have under a key; 0 if they do not."""
     values = [one.get(key) for one in weights]
-    first = values[0] if values else None
-    is_one = type(first) is int and 0 < first <= most and all(v == first for v in values)
-    return first if is_one and type(first) is int else 0
+    for first in values[:1]:
+        if type(first) is int and 0 < first <= most and values == [first] * len(values):
+            return first
+    return 0
 
 
 class _Modules(NamedTuple):
@@ -498,12 +498,13 @@ class FormulaFinder:
             said = parse_json(next(iter(small.values())))
         said = said if isinstance(said, Mapping) else {}
         shape = said.get("shape")
-        is_shape = isinstance(shape, list) and all(
-            type(n) is int and 0 < n < 1 << 40 for n in shape
-        )
         block = said.get("blocksize")
-        is_block = type(block) is int and block in _FLAT_BLOCKS
-        if not isinstance(shape, list) or not is_shape or type(block) is not int or not is_block:
+        if (
+            not isinstance(shape, list)
+            or not all(type(n) is int and 0 < n < 1 << 40 for n in shape)
+            or type(block) is not int
+            or block not in _FLAT_BLOCKS
+        ):
             raise _Unsure("its quant_state tells no shape or no usual size of blocks")
         numel = math.prod(shape)
         nested = f"{weight.codes}.nested_absmax" in weight.parts

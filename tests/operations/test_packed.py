@@ -608,3 +608,41 @@ def test_numbers_are_compared_and_measured(kind: str, tmp_path: Path) -> None:
     assert told.tensors[name].rms == pytest.approx(rms)
     copied = ckpt_tools.copy(folder, tmp_path / "copy")
     assert copied and ckpt_tools.diff(folder, tmp_path / "copy").is_same
+
+
+@pytest.mark.parametrize("role", ["q.weight", "p.weight", "p.weight_scale"])
+def test_a_flipped_bit_is_found_where_numbers_are_joined_with_a_plain_tensor(
+    role: str, tmp_path: Path
+) -> None:
+    codes, factor = integers(20, 100, 8, 16).to(U8).view(F8), scales(8, 1)
+    plain = torch.linspace(-1, 1, 128).reshape(8, 16)
+    tensors = {"p.weight": codes, "p.weight_scale": factor, "q.weight": plain}
+    save_file(tensors, tmp_path / "m.safetensors")
+    sealed = tmp_path / "sealed.safetensors"
+    ckpt_tools.merge(tmp_path / "m.safetensors", sealed)
+    rule = {"match": r"q\.weight", "from": ["q.weight", "p.weight"], "into": "f.weight"}
+    (tmp_path / "map.json").write_text(json.dumps({"fuse": [rule]}))
+    how: dict[str, Any] = {"to": "safetensors", "dtype": "fp32", "partial": True}
+    how["key_map"] = tmp_path / "map.json"
+    ckpt_tools.convert(sealed, tmp_path / "out.safetensors", **how)
+    got = load_file(tmp_path / "out.safetensors")
+    assert torch.equal(got["f.weight"], torch.cat([plain, codes.float() * factor]))
+    data = sealed.read_bytes()
+    needle = tensors[role].view(U8).numpy().tobytes()
+    assert data.count(needle) == 1
+    sealed.write_bytes(data.replace(needle, needle[:-1] + bytes([needle[-1] ^ 1])))
+    with pytest.raises(IntegrityError, match=re.escape(role)):
+        ckpt_tools.convert(sealed, tmp_path / "wrong.safetensors", **how)
+    assert not (tmp_path / "wrong.safetensors").exists()
+
+
+def test_every_weight_that_stays_codes_is_counted(tmp_path: Path) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    for number in range(5):  # each has another reason
+        weight = by_127(8, 8)
+        tensors |= {f"m{number}.{name}": part for name, part in weight.parts.items()}
+        tensors[f"m{number}.other_{number}"] = torch.ones(2)
+    save_file(tensors, tmp_path / "m.safetensors")
+    done = ckpt_tools.merge(tmp_path / "m.safetensors", tmp_path / "o.safetensors", dtype="bf16")
+    assert sum("stay codes: beside it lies" in note for note in done.notes) == 3
+    assert any("2 quantized weights stay codes for other reasons" in note for note in done.notes)

@@ -337,6 +337,24 @@ def test_codes_of_an_optimizer_are_no_magnitudes(number: str, tmp_path: Path) ->
     assert one.is_code and one.num_different == 1 and one.cosine is None
 
 
+@pytest.mark.parametrize("kind", ["torchao", "bitsandbytes"])
+def test_scales_of_a_model_are_no_parts_of_its_optimizer(kind: str, tmp_path: Path) -> None:
+    """A norm may call its parameter a scale; it is cast, and measured."""
+    moments = {
+        "torchao": {"codes": codes(U8, 8, 256), "scale": floats(8, 1), "qmap": floats(256)},
+        "bitsandbytes": {"state1": codes(U8, 8), "qmap1": floats(256), "absmax1": floats(1)},
+    }[kind]
+    state = {"exp_avg": moments} if kind == "torchao" else moments
+    model = {"norm.scale": floats(8), "w": floats(8, 4)}
+    torch.save({"model": model, "optimizer": {"state": {"w": state}}}, tmp_path / "a.pt")
+    done = ckpt_tools.merge(tmp_path / "a.pt", tmp_path / "m.safetensors", dtype="bf16")
+    assert not done.notes
+    got = load_file(tmp_path / "m.safetensors")
+    assert {name: t.dtype for name, t in got.items()} == dict.fromkeys(model, torch.bfloat16)
+    assert {"model.norm.scale", "model.w"} <= {*ckpt_tools.stats(tmp_path / "a.pt").tensors}
+    assert kind in ckpt_tools.inspect(tmp_path / "a.pt").extras["quantized"]
+
+
 def test_there_is_no_mean_of_them(scheme: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="no mean of quantized weights"):
         ckpt_tools.average([model, model], tmp_path / "mean.safetensors")

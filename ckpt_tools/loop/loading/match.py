@@ -72,8 +72,8 @@ def stored_state(catalog: Catalog) -> dict[str, dict[str, dict[str, StoredState]
         optimizer, is_state, rest = f".{name}".partition(".state.")
         if is_state:
             above, _, key = rest.rpartition(".")
-            of_moment = {f"{name.rpartition('.')[0]}.{part}" for part in (CODES, SCALE)}
-            if key in PARTS and of_moment <= catalog.tensors.keys():
+            moment = name.rpartition(".")[0]
+            if key in PARTS and all(f"{moment}.{p}" in catalog.tensors for p in (CODES, SCALE)):
                 above, _, of = above.rpartition(".")
                 key = f"{of}.{key}"  # a part of a moment of few bits
             fqn = strip_wrappers(above)

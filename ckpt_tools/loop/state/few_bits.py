@@ -225,7 +225,7 @@ def _is_of(kind: _Kind, codes: torch.Tensor, table: torch.Tensor | None) -> bool
 
 
 def notes_on(optimizer: Any, name: str) -> list[str]:
-    """Returns a note if an optimizer goes on with moments of another form than its own."""
+    """Returns a note if the moments of an optimizer differ in kind from those that it makes."""
     if not is_torchao(optimizer) or type(getattr(optimizer, "block_size", None)) is not int:
         return []
     values = (value for state in optimizer.state.values() for value in state.values())
