@@ -25,7 +25,8 @@ from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.engine.unpacked import PartsReading, UnpackedStore, numbers_file
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.registry import Source
-from ckpt_tools.operations.formulas_of import FormulaFinder, told_by_config
+from ckpt_tools.operations.formulas_of import FormulaFinder
+from ckpt_tools.operations.quantization_config import told_by_config
 from ckpt_tools.operations.small_tensors import read_small
 from ckpt_tools.publish.sealed_source import checked_manifest
 from ckpt_tools.ranks.base import Group

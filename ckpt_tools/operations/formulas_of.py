@@ -35,13 +35,9 @@ from ckpt_tools.engine.formulas import (
     Words,
 )
 from ckpt_tools.errors import StorageError
-from ckpt_tools.formats.registry import Source
-from ckpt_tools.publish.manifest import Manifest
-from ckpt_tools.publish.sealed_source import check_file
-from ckpt_tools.storage import read
-from ckpt_tools.storage.small_files import MAX_JSON_BYTES, parse_json
+from ckpt_tools.operations.quantization_config import ToldByConfig
+from ckpt_tools.storage.small_files import parse_json
 
-_FP8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 _SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 # tensors that may lie beside codes without a meaning for their numbers: biases, and scales of
 # activations, of the cache, and upper bounds
@@ -52,9 +48,6 @@ _BESIDE = re.compile(
 _MAX_SCALES = 1 << 26  # of one weight, where they are held in memory
 _MAX_COLUMNS = 1 << 24  # of rows, which are computed as a whole
 _MAX_WORDS_BYTES = 1 << 30  # of a matrix that is read whole
-_IN_ORDER = (None, "weight", "static")  # orders in which groups are columns side by side
-_SIMPLE = re.compile(r"\^?(?:[\w-]|\\\.|\.(?:\*\??)?)*\$?")  # of patterns of modules
-_OF_AUTOGPTQ = "quantize_config.json"
 _DEEPSEEK_BLOCK, _DEEPSEEK = 128, "_scale_inv"  # the size where no config tells another one
 _WORD_BITS, _AWQ_PER_WORD = 32, 8
 _GPTQ_ZEROS = {"gptq": 1, "gptq_v2": 0}  # by format: what a stored zero point lacks
@@ -64,134 +57,6 @@ _MOST_OFFSET = 1e30
 _PER_SCB = 7.874015718698502e-3  # bitsandbytes' float32 of 1/127
 # experts of gpt-oss, which transformers has transposed against their codes
 _TURNED = ("gate_up_proj", "down_proj")
-
-
-class ToldByConfig(NamedTuple):
-    """What a config tells of codes.
-
-    Attributes:
-        said: its `quantization_config`; empty if there is none.
-        is_clear: it is understood, or there is none.
-        blocks: rows and columns of a block of codes of 8 bits.
-        bits: of a code of compressed-tensors; 0 if they are unclear.
-        group_size: columns of a group of compressed-tensors; 0 if it is unclear.
-        is_int8: a code of int8 is one number.
-        is_symmetric: that number is just multiplied by its scale.
-        is_sorted: groups are not columns side by side.
-        ignored: modules of which it does not tell that.
-        is_turned: codes times scales are the weights after a rotation.
-    """
-
-    said: Mapping[str, Any] = {}
-    is_clear: bool = True
-    blocks: tuple[int, ...] = ()
-    bits: int = 0
-    group_size: int = 0
-    is_int8: bool = False
-    is_symmetric: bool = True
-    is_sorted: bool = False
-    ignored: tuple[_Modules, ...] = ()
-    is_turned: bool = False
-
-    def types_of(self, codes: str) -> Sequence[str]:
-        """Returns the types of codes that a scale turns into numbers, for one weight."""
-        module = codes.rpartition(".")[0]
-        is_left = any(modules.have(module) for modules in self.ignored)
-        return (*_FP8, "int8") if self.is_int8 and not is_left else _FP8
-
-
-def told_by_config(source: Source, manifest: Manifest | None) -> ToldByConfig:
-    """Returns what the config beside a checkpoint tells of its codes.
-
-    Raises:
-        IntegrityError: it is not the sealed one.
-    """
-    files = source.folder.list_files()
-    names = [name for name in ("config.json", _OF_AUTOGPTQ) if name in files]
-    for name in names:
-        try:
-            if files[name] > MAX_JSON_BYTES:
-                return ToldByConfig(is_clear=False)
-            data = read(source.folder, name)
-            check_file(manifest, name, data)
-            config = parse_json(data)
-            text = config.get("text_config") or {}
-            said = config.get("quantization_config") or text.get("quantization_config")
-            if name == _OF_AUTOGPTQ:
-                said = {"quant_method": "gptq", **config}
-            if said is not None:
-                return _told(said)
-        except (StorageError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return ToldByConfig(is_clear=False)
-    return ToldByConfig()
-
-
-def _told(said: Mapping[str, Any]) -> ToldByConfig:
-    every = (said.get("config_groups") or {}).values()
-    groups = [group for group in every if group.get("weights") is not None]
-    weights = [group["weights"] for group in groups]
-    is_sorted = any(one.get("actorder") not in _IN_ORDER for one in weights)
-    found = [said.get("weight_block_size"), *(one.get("block_structure") for one in weights)]
-    found += [(1, size) for one in weights if (size := one.get("group_size")) and not is_sorted]
-    blocks = {tuple(one) for one in found if one}
-    is_one = len(blocks) == 1 and all(type(n) is int and 0 < n < 1 << 40 for n in (*blocks,)[0])
-    ignored = [_modules(name) for name in said.get("ignore") or ()]
-    known = tuple(modules for modules in ignored if modules is not None)
-    symmetric = {one.get("symmetric", True) for one in weights}
-    is_int8 = said.get("quant_method") == "compressed-tensors" and all(
-        (one.get("num_bits"), one.get("type")) == (8, "int") for one in weights
-    )
-    is_plain = not is_sorted and all(group.get("targets") == ["Linear"] for group in groups)
-    return ToldByConfig(
-        said,
-        blocks=blocks.pop() if is_one else (),
-        bits=_one_of(weights, "num_bits", 8),
-        group_size=_one_of(weights, "group_size", 1 << 40),
-        is_int8=bool(weights) and is_int8 and is_plain and len(known) == len(ignored),
-        is_symmetric=symmetric <= {True},
-        is_sorted=is_sorted,
-        ignored=known,
-        is_turned=bool(said.get("transform_config")),
-    )
-
-
-def _one_of(weights: Sequence[Mapping[str, Any]], key: str, most: int) -> int:
-    """Returns the positive integer that all groups have under a key; 0 if they do not."""
-    values = [one.get(key) for one in weights]
-    for first in values[:1]:
-        if type(first) is int and 0 < first <= most and values == [first] * len(values):
-            return first
-    return 0
-
-
-class _Modules(NamedTuple):
-    """The modules that an entry of `ignore` means: what follows each other in their names."""
-
-    pieces: tuple[re.Pattern[str], ...]
-
-    def have(self, name: str) -> bool:
-        """Tells whether they have a module. It takes linear time, unlike `re` with many stars."""
-        at = 0
-        for number, piece in enumerate(self.pieces):
-            found = (piece.search if number else piece.match)(name, at)
-            if found is None:
-                return False
-            at = found.end()
-        return True
-
-
-def _modules(name: object) -> _Modules | None:
-    """Returns the modules that an entry of `ignore` means; None for one that is not understood."""
-    if not isinstance(name, str):
-        return None
-    if not name.startswith("re:"):
-        return _Modules((re.compile(""), re.compile(rf"(?:^|\.){re.escape(name)}\Z")))
-    text = name.removeprefix("re:")
-    if not _SIMPLE.fullmatch(text):
-        return None
-    *pieces, last = re.split(r"\.\*\??", text.removeprefix("^"))
-    last = last.removesuffix("$") + r"\Z" if last.endswith("$") else last
-    return _Modules(tuple(map(re.compile, (*pieces, last))))
 
 
 class _Unsure(Exception):

@@ -24,7 +24,7 @@ from ckpt_tools.engine.unpacked import numbers_file
 from ckpt_tools.errors import FormatError, IntegrityError, PlanError
 from ckpt_tools.formats.registry import open_source
 from ckpt_tools.operations.dequantize import dequantize
-from ckpt_tools.operations.formulas_of import _modules
+from ckpt_tools.operations.quantization_config import _modules
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 F8, U8, I32 = torch.float8_e4m3fn, torch.uint8, torch.int32

@@ -24,6 +24,7 @@ from ckpt_tools.formats.base import note_of
 from ckpt_tools.formats.look_alikes import other_kind
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.operations.convert.child_process import last_line, run_python
+from ckpt_tools.operations.quantization_config import OTHER_CONFIGS, quantization_in
 from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.sealed_source import check_file
 from ckpt_tools.storage import LocalStore, is_url
@@ -217,7 +218,7 @@ def _without_quantization(config: dict[str, Any]) -> Iterable[str]:
     text = config.get("text_config")
     for table in (config, text if isinstance(text, dict) else {}):
         table.pop("quantization_config", None)
-    return _OTHER_CONFIGS
+    return OTHER_CONFIGS
 
 
 def _names_beside(folder: Path, notes: list[str]) -> list[str]:
@@ -298,23 +299,18 @@ def check_quantization(
         )
 
 
-# of ModelOpt and of AutoGPTQ: a config of their own, which some loaders read
-_OTHER_CONFIGS = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}
-
-
 def _quantization_of(
     base: str | os.PathLike[str], config: Mapping[str, Any]
 ) -> tuple[str, Mapping[str, Any] | object]:
-    """Returns the file that says how a model is quantized, and what it says; None for nothing."""
-    text = config.get("text_config")
-    for table in (config, text if isinstance(text, Mapping) else {}):
-        if (said := table.get("quantization_config")) is not None:
-            return "config.json", said
-    for name, method in _OTHER_CONFIGS.items():
-        with suppress(StorageError, ValueError):
-            found = parse_json(_read_sealed(base, name))
-            if isinstance(found, Mapping):
-                return name, {"quant_method": method, **found}
+    """Returns the file in `base` that says how a model is quantized, and what it says, or None."""
+
+    def sealed_content(name: str) -> bytes | None:
+        with suppress(StorageError):
+            return _read_sealed(base, name)
+        return None
+
+    with suppress(ValueError):
+        return quantization_in(config, sealed_content)
     return "config.json", None
 
 
