@@ -6,7 +6,6 @@ An operation that reads these files works as with any tensor of float32.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +17,7 @@ from ckpt_tools.core.box import Box, flat_start
 from ckpt_tools.core.catalog import Payloads
 from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.core.plan import Plan, TensorPlan
+from ckpt_tools.core.shared_cache import SharedCache
 from ckpt_tools.engine.crc_watch import CrcWatch
 from ckpt_tools.engine.execute import Reader, check_filled
 from ckpt_tools.engine.fingerprints import Fingerprints
@@ -162,31 +162,13 @@ class _Boxes:
         self.tensors = {tensor.fqn: tensor for tensor in reading.plan.tensors}
         self._sources: dict[str, Sources] = {}
         self._lock = threading.Lock()
-        self._found: OrderedDict[tuple[str, Box], npt.NDArray[Any]] = OrderedDict()
-        self._busy: dict[tuple[str, Box], threading.Lock] = {}
-        self._nbytes = 0
+        self._kept = SharedCache[tuple[str, Box], npt.NDArray[Any]](
+            _KEPT_BYTES, _KEPT_BOXES, lambda array: array.nbytes
+        )
 
     def get(self, part: Part, box: Box) -> npt.NDArray[Any]:
         """Returns the elements of a box of a part."""
-        key = part.name, box
-        with self._lock:
-            if (found := self._found.get(key)) is not None:
-                self._found.move_to_end(key)
-                return found
-            busy = self._busy.setdefault(key, threading.Lock())
-        with busy:
-            with self._lock:
-                found = self._found.get(key)
-            if found is not None:
-                return found
-            found = self._read(part, box)
-            with self._lock:
-                self._found[key] = found
-                self._nbytes += found.nbytes
-                self._busy.pop(key, None)
-                while self._nbytes > _KEPT_BYTES and len(self._found) > _KEPT_BOXES:
-                    self._nbytes -= self._found.popitem(last=False)[1].nbytes
-        return found
+        return self._kept.get((part.name, box), lambda: self._read(part, box))
 
     def tile(self, name: str, box: Box) -> Tile:
         """Returns the reads of a box of a stored tensor."""

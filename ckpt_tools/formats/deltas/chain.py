@@ -6,9 +6,7 @@ are applied to the bytes as they are read, so several deltas are one pass. Nothi
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt_tools.core.catalog import Catalog, TensorEntry
+from ckpt_tools.core.shared_cache import SharedCache
 from ckpt_tools.errors import (
     FormatError,
     IntegrityError,
@@ -401,37 +400,24 @@ class _Decoded:
     def __init__(self, check: Callable[[ChangedTensor, Sequence[Patch]], None] | None) -> None:
         """Takes what proves a decoded tensor, if nobody else does."""
         self._check, self._right = check, set[str]()
-        self._lock = threading.Lock()
-        self._found: OrderedDict[str, Sequence[Patch]] = OrderedDict()
-        self._busy: dict[str, threading.Lock] = {}
+        self._kept = SharedCache[str, Sequence[Patch]](
+            _KEPT_BYTES, _KEPT_TENSORS, lambda patches: sum(patch.nbytes for patch in patches)
+        )
 
     def get(self, tensor: ChangedTensor) -> Sequence[Patch]:
         """Returns the changes of a tensor, in order; those of one encoding are one patch."""
-        with self._lock:
-            if (patches := self._found.get(tensor.fqn)) is not None:
-                self._found.move_to_end(tensor.fqn)
-                return patches
-            busy = self._busy.setdefault(tensor.fqn, threading.Lock())
-        with busy:
-            with self._lock:
-                patches = self._found.get(tensor.fqn)
-            if patches is None:
-                patches = _decode(tensor)
-                if self._check is not None and tensor.fqn not in self._right:
-                    self._check(tensor, patches)
-                    self._right.add(tensor.fqn)
-            with self._lock:
-                self._found[tensor.fqn] = patches
-                self._busy.pop(tensor.fqn, None)
-                nbytes = sum(p.nbytes for found in self._found.values() for p in found)
-                while nbytes > _KEPT_BYTES and len(self._found) > _KEPT_TENSORS:
-                    nbytes -= sum(p.nbytes for p in self._found.popitem(last=False)[1])
+        return self._kept.get(tensor.fqn, lambda: self._proved(tensor))
+
+    def _proved(self, tensor: ChangedTensor) -> Sequence[Patch]:
+        patches = _decode(tensor)
+        if self._check is not None and tensor.fqn not in self._right:
+            self._check(tensor, patches)
+            self._right.add(tensor.fqn)
         return patches
 
     def clear(self) -> None:
         """Forgets everything."""
-        with self._lock:
-            self._found.clear()
+        self._kept.clear()
 
 
 def _decode(tensor: ChangedTensor) -> Sequence[Patch]:
