@@ -37,8 +37,16 @@ def check(catalog: Catalog, shares: bool = False) -> None:
     """
     for flaw in flaws(catalog, shares):
         raise flaw.error
-    stored = sum(catalog.file_sizes.values())
     nbytes = sum(entry.nbytes for entry in catalog.tensors.values())
+    check_repeats(nbytes, sum(catalog.file_sizes.values()))
+
+
+def check_repeats(nbytes: int, stored: int) -> None:
+    """Refuses tensors of far more bytes than the files have that store them.
+
+    Raises:
+        CatalogError: the tensors have more than four times as many.
+    """
     if nbytes > 4 * stored + MAX_REPEATED_BYTES:
         raise CatalogError(
             f"tensors repeat their elements too often: {nbytes:,} bytes in files of {stored:,}"

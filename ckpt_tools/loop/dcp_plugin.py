@@ -65,6 +65,7 @@ from ckpt_tools.loop.saving.write import (
     commit,
     describe,
     plan_rank_files,
+    write_index,
     write_part,
 )
 from ckpt_tools.loop.state.archives import check_loadable, unpack
@@ -336,9 +337,9 @@ class StorageWriter(storage.StorageWriter):
             if index.fqn not in tensors
         }
         try:
-            data = pickle.dumps(metadata, protocol=4)
-            manifest = describe(self._target(), self._staged, data, parts, tensors, objects)
-            commit(self._staged, manifest, data)
+            index = write_index(self._staged, [pickle.dumps(metadata, protocol=4)])
+            manifest = describe(self._target(), self._staged, index, parts, tensors, objects)
+            commit(self._staged, manifest, index)
         finally:
             self._close()
 

@@ -1,20 +1,27 @@
 """What a save costs besides its bytes, at many ranks: the plan, what ranks tell each other, the
 metadata.
 
-    python tests/benchmarks/agree.py [--ranks 64 128 256 512 1024] [--tensors 1000]
+    python tests/benchmarks/agree.py [--ranks 64 128 256 512 1024] [--tensors 1000] [--copies 1]
 
 One process plays all ranks: it makes what each would send, measures it, and does rank 0's work on
-it. The first save plans; the next ones, with an unchanged layout, do not. Beside it, what stock DCP
-does on rank 0 in every save: gather all plans, join them (`create_default_global_save_plan`),
-gather all results, pickle the metadata.
+it. The first save plans; the next ones, with an unchanged layout, do not. The tensors have the
+shapes of a model of Llama's kind, and each is split over all ranks; with `--copies 4`, over a
+quarter of them, four times. Beside it, what stock DCP does on rank 0 in every save: gather all
+plans, join them (`create_default_global_save_plan`), gather all results, pickle the metadata. Above
+1,024 ranks it is left out, because it takes minutes.
 """
 
 import argparse
+import multiprocessing
 import pickle
 import tempfile
 import time
 import uuid
+import zlib
+from concurrent.futures import ProcessPoolExecutor
+from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,47 +47,98 @@ from ckpt_tools.loop.saving.agreement import assign
 from ckpt_tools.loop.saving.description import RankDescription, RankNames, describe_names
 from ckpt_tools.loop.saving.replicas import Proof, ReplicaProof
 from ckpt_tools.loop.saving.save import SaveLayout, _fingerprints, _seal
-from ckpt_tools.loop.saving.write import RankFile, ShardInfo, commit, describe, plan_rank_files
+from ckpt_tools.loop.saving.write import (
+    RankFile,
+    commit,
+    describe,
+    plan_rank_files,
+    write_index,
+)
+from ckpt_tools.loop.state.shard_info import ShardInfo
 from ckpt_tools.publish.destinations import open_destination
-from ckpt_tools.storage import write_file
 
-ROWS, COLUMNS = 4096, 64
+# of the tensors of a layer, and how many rows a rank would have if none were short
+SHAPES = [(16_384, 64), (4_096, 64), (4_096, 64), (16_384, 64), (53_248, 64), (53_248, 64)]
+SHAPES += [(16_384, 208), (16_384,), (16_384,), (128_256, 16)]
+MOST_OF_STOCK = 1024
 
 
-def shard_infos(rank: int, num_ranks: int, num_tensors: int) -> tuple[ShardInfo, ...]:
-    step = -(-ROWS // num_ranks)
-    low, high = min(ROWS, rank * step), min(ROWS, (rank + 1) * step)
-    box = Box((low, 0), (high - low, COLUMNS))
+def shard_infos(
+    rank: int, num_ranks: int, num_tensors: int, copies: int = 1
+) -> tuple[ShardInfo, ...]:
+    parts, place = num_ranks // copies, rank % (num_ranks // copies)
+    boxes = []
+    for rows, *more in SHAPES:
+        step = -(-rows // parts)
+        low, high = min(rows, place * step), min(rows, (place + 1) * step)
+        boxes.append(Box((low, *(0 for _ in more)), (high - low, *more)))
     return tuple(
-        ShardInfo(f"model.layers.{i // 10}.block.w{i % 10}", "float32", (ROWS, COLUMNS), box)
+        ShardInfo(
+            f"model.layers.{i // 10}.block.w{i % 10}", "float32", SHAPES[i % 10], boxes[i % 10]
+        )
         for i in range(num_tensors)
     )
 
 
-def description(
-    rank: int, num_ranks: int, num_tensors: int, paths: dict[str, tuple[str, ...]]
-) -> RankDescription:
-    infos = shard_infos(rank, num_ranks, num_tensors)
-    more = {"step": ("step",)} if rank == 0 else {}
-    return describe_names(RankNames(infos, (*more,), (("step", False),), {**paths, **more}))
+def descriptions(
+    names: RankNames, num_ranks: int, num_tensors: int, copies: int
+) -> list[tuple[RankDescription, int]]:
+    """Returns what each rank sends first.
+
+    Ranks differ in their boxes alone. So those of one layer are described again for each rank.
+    """
+    first = describe_names(names)
+    paths = {fqn: path for fqn, path in names.paths.items() if fqn not in names.objects}
+    of_others = names._replace(objects=(), paths=paths)
+    others = describe_names(of_others)
+    sent = []
+    for rank in range(num_ranks):
+        few = RankNames(shard_infos(rank, num_ranks, 10, copies), (), (), {})
+        mine = describe_names(few)
+        which = np.frombuffer(zlib.decompress(mine.which), np.uint32)[np.arange(num_tensors) % 10]
+        same = {"boxes": mine.boxes, "which": zlib.compress(which.tobytes(), 1)}
+        whole = others._replace(**same) if rank else first
+        if rank in (1, num_ranks // 2, num_ranks - 1):
+            infos = shard_infos(rank, num_ranks, num_tensors, copies)
+            assert whole == describe_names(of_others._replace(infos=infos))
+        sent.append((whole._replace(common=blake2b(whole.common).digest()[:16]), len(whole.common)))
+    return sent
 
 
-def ours(num_ranks: int, num_tensors: int) -> tuple[float, int, float, int]:
-    """Returns seconds and bytes on rank 0 of a first save, and of the second."""
-    infos = shard_infos(0, num_ranks, num_tensors)
+class Cost(NamedTuple):
+    """What rank 0 does: seconds and bytes of a first save and of the next, and MB of its memory."""
+
+    first_s: float
+    first_nbytes: int
+    next_s: float
+    next_nbytes: int
+    peak_mb: float
+    index_mb: float
+
+
+def ours(num_ranks: int, num_tensors: int, copies: int) -> Cost:
+    infos = shard_infos(0, num_ranks, num_tensors, copies)
     paths = {info.fqn: tuple(info.fqn.split(".")) for info in infos}
     names = RankNames(infos, ("step",), (("step", False),), {**paths, "step": ("step",)})
-    sent = [pickle.dumps(description(r, num_ranks, num_tensors, paths)) for r in range(num_ranks)]
+    sent = [pickle.dumps(d) for d in descriptions(names, num_ranks, num_tensors, copies)]
+    common = describe_names(names).common  # all ranks have the same
+    digest = blake2b(common).digest()[:16]
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
+    before = memory_mb("VmRSS")
     began = time.perf_counter()
     with no_gc():  # as `agree` does
-        tasks, head = assign([pickle.loads(s) for s in sent])
-    tasks_sent = [pickle.dumps(t, protocol=4) for t in tasks]
+        short = [pickle.loads(s)[0] for s in sent]
+        assert all(one.common == digest for one in short)
+        told = [one._replace(common=common) for one in short]
+        tasks, head = assign(told)
+    tasks_nbytes = sum(len(pickle.dumps(t, protocol=4)) for t in tasks)
     files = plan_rank_files(0, [infos[i] for i in tasks[0].shards])
     planned = time.perf_counter() - began
     layout = SaveLayout(
         names, tasks[0], files, head, ReplicaProof(tasks[0].replicas, names.infos, Proof.TRUST)
     )
-    shares = {info.fqn: 1 for info in infos}
+    del tasks, told, short
+    shares = {infos[i].fqn: 1 for i in layout.task.shards}
     parts = [
         [RankFile(f"__{r}_0.distcp", 1000, 1, (), ((900, 100),) if r == 0 else (), {})]
         for r in range(num_ranks)
@@ -90,25 +148,32 @@ def ours(num_ranks: int, num_tensors: int) -> tuple[float, int, float, int]:
         target = open_destination(Path(folder) / "step-00000001")
         with target.stage(attempt, False) as staged:
             for rank in range(num_ranks):  # the files that the ranks wrote
-                write_file(staged.writable, f"__{rank}_0.distcp", bytes(1000))
+                (Path(staged.folder) / f"__{rank}_0.distcp").write_bytes(bytes(1000))
             results = [pickle.dumps(p, protocol=4) for p in parts]
             began = time.perf_counter()
             parts = [pickle.loads(r) for r in results]
             prints = _fingerprints(layout, [parts[0][0]._replace(shares=shares)])
             places = {"step": ItemLocation("__0_0.distcp", 900, 100)}
-            index = head.template.render(places, attempt, lambda name: name)
+            index = write_index(staged, head.template.pieces(places, attempt, lambda name: name))
             tensors = _seal(head, prints, parts)
             commit(staged, describe(target, staged, index, parts, tensors, {}), index)
             again = time.perf_counter() - began
     # the fingerprints, by exclusive-or on the way: what rank 0 receives does not grow with the
     # ranks
     reduced = 8 * num_tensors
-    return (
+    return Cost(
         planned + again,
-        sum(map(len, sent + tasks_sent)),
+        sum(map(len, sent)) + tasks_nbytes,
         again,
         sum(map(len, results)) + reduced,
+        memory_mb("VmHWM") - before,
+        index.nbytes / 1e6,
     )
+
+
+def memory_mb(what: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(what)) / 1024
 
 
 def stock(num_ranks: int, num_tensors: int) -> tuple[float, int]:
@@ -136,7 +201,7 @@ def stock(num_ranks: int, num_tensors: int) -> tuple[float, int]:
 def proof(num_ranks: int, num_tensors: int) -> tuple[float, float, int]:
     """Returns seconds on each rank, seconds and bytes on rank 0, of the proof of a load."""
     numbers = {info.fqn: number for number, info in enumerate(shard_infos(0, 1, num_tensors))}
-    nbytes = -(-ROWS // num_ranks) * COLUMNS * 4
+    nbytes = 1 << 20
     sizes = dict.fromkeys(numbers, nbytes * num_ranks)
     sent, mine = [], 0.0
     for rank in range(num_ranks):
@@ -155,17 +220,24 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
     parser.add_argument("--tensors", type=int, default=1000)
+    parser.add_argument("--copies", type=int, default=1)
     args = parser.parse_args()
     print(
-        "| ranks | first save s | MB sent | next save s | KB sent | next / first | stock, every"
-        " save, s | MB sent |\n|---:|---:|---:|---:|---:|---:|---:|---:|"
+        "| ranks | first save s | MB sent | next save s | KB sent | memory MB | `.metadata` MB |"
+        " stock, every save, s | MB sent |\n|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
     )
+    alone = multiprocessing.get_context("spawn")  # a new process each, for its memory
     for num_ranks in args.ranks:
-        first, sent, again, resent = ours(num_ranks, args.tensors)
-        torch_s, torch_sent = stock(num_ranks, args.tensors)
+        with ProcessPoolExecutor(1, mp_context=alone) as pool:
+            cost = pool.submit(ours, num_ranks, args.tensors, args.copies).result()
+        torch_s, torch_mb = "–", "–"
+        if num_ranks <= MOST_OF_STOCK:
+            seconds, sent = stock(num_ranks, args.tensors)
+            torch_s, torch_mb = f"{seconds:.2f}", f"{sent / 1e6:.0f}"
         print(
-            f"| {num_ranks} | {first:.2f} | {sent / 1e6:.1f} | {again:.3f} | {resent / 1e3:.0f} |"
-            f" {again / first:.3f} | {torch_s:.2f} | {torch_sent / 1e6:.0f} |",
+            f"| {num_ranks} | {cost.first_s:.2f} | {cost.first_nbytes / 1e6:.1f} | {cost.next_s:.3f}"
+            f" | {cost.next_nbytes / 1e3:.0f} | {cost.peak_mb:.0f} | {cost.index_mb:.0f} | {torch_s}"
+            f" | {torch_mb} |",
             flush=True,
         )
     print(

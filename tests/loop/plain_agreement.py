@@ -5,7 +5,7 @@ It is the oracle of `test_agreement.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ckpt_tools.core.box import Box
 from ckpt_tools.core.catalog import TORCH_ZIP, Catalog, Chunk, ChunkList, Extent, TensorEntry
@@ -16,7 +16,7 @@ from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, Template, TensorMeta
 from ckpt_tools.loop.saving.agreement import MetadataHead, WriteTask
 from ckpt_tools.loop.saving.description import RankNames
-from ckpt_tools.loop.saving.replicas import replica_tasks
+from ckpt_tools.loop.saving.replicas import ReplicaSet, ReplicaTask
 from ckpt_tools.loop.state.shard_info import ReplicaKind, ShardInfo
 from ckpt_tools.publish.manifest import SealedTensor
 
@@ -259,3 +259,27 @@ def _head(
         (fqn, SealedTensor(o.dtype, o.shape, "")) for fqn, o in first.items() if fqn not in aliases
     )
     return MetadataHead(Template(metadata), tensors, aliases, tuple(objects))
+
+
+def replica_tasks(
+    shared: Iterable[tuple[str, Sequence[tuple[int, int]]]],
+    kinds: Mapping[str, ReplicaKind],
+    num_ranks: int,
+) -> list[ReplicaTask]:
+    """Returns the task of each rank.
+
+    Args:
+        shared: per shard with several replicas, the name of the tensor, and rank and index of each.
+        kinds: of the tensors for which a difference is not just an error.
+        num_ranks: of the job.
+    """
+    found: dict[tuple[tuple[int, ...], ReplicaKind], list[Sequence[tuple[int, int]]]] = {}
+    for fqn, holders in shared:
+        kind = kinds.get(fqn, ReplicaKind.EQUAL)
+        found.setdefault((tuple(rank for rank, _ in holders), kind), []).append(holders)
+    sets: list[list[ReplicaSet]] = [[] for _ in range(num_ranks)]
+    for number, ((ranks, kind), shards) in enumerate(found.items()):
+        for place, rank in enumerate(ranks):
+            mine = tuple(holders[place][1] for holders in shards)
+            sets[rank].append(ReplicaSet(number, kind, len(ranks), mine))
+    return [ReplicaTask(tuple(mine), len(found)) for mine in sets]

@@ -31,6 +31,18 @@ def split(length: int, parts: int) -> list[tuple[int, int]]:
     return [(low, min(length, low + step) - low) for low in lows]
 
 
+def halves(box: Box) -> list[Box]:
+    """Returns the two shards of a rank that hold a box, as after a swap of blocks."""
+    if not box.sizes or box.sizes[0] < 2:
+        return [box]
+    (low, *offsets), (length, *sizes) = box
+    some = length // 3 + 1
+    return [
+        Box((low + some, *offsets), (length - some, *sizes)),
+        Box((low, *offsets), (some, *sizes)),
+    ]
+
+
 def cut(dice: random.Random, shape: tuple[int, ...], ranks: int) -> list[Box]:
     """Returns the box of each rank: shards, copies, or groups of ranks that hold the same shards."""
     whole = Box((0,) * len(shape), shape)
@@ -50,7 +62,8 @@ def cut(dice: random.Random, shape: tuple[int, ...], ranks: int) -> list[Box]:
 
 def job(dice: random.Random, ranks: int) -> list[RankNames]:
     """Returns the names of all ranks of a random job."""
-    shapes = [tuple(dice.choice([0, 1, 3, 8, 33]) for _ in range(dice.randrange(5))) for _ in "abc"]
+    lengths = [0, 1, 3, 8, 33, 70_000] if dice.random() < 0.5 else [0, 1, 3, 8, 33]
+    shapes = [tuple(dice.choice(lengths) for _ in range(dice.randrange(5))) for _ in "abc"]
     names = [f"model.{n}.w" for n in range(dice.randrange(1, 12))]
     infos: list[list[ShardInfo]] = [[] for _ in range(ranks)]
     kinds: dict[str, ReplicaKind] = {}
@@ -64,9 +77,11 @@ def job(dice: random.Random, ranks: int) -> list[RankNames]:
         if dice.random() < 0.3:
             kinds[fqn] = dice.choice([*ReplicaKind])
         untied = dice.randrange(ranks) if dice.random() < 0.1 else -1
+        in_two = dice.random() < 0.2
         for rank, box in enumerate(boxes):
             tie = "" if rank == untied else alias
-            infos[rank].append(ShardInfo(fqn, dtype, shape, box, tie, frozen))
+            for part in halves(box) if in_two else [box]:
+                infos[rank].append(ShardInfo(fqn, dtype, shape, part, tie, frozen))
         last = (alias or fqn, dtype, shape, boxes)
     values = tuple((f"optimizer.{n}", False) for n in range(dice.randrange(3)))
     found = []

@@ -11,9 +11,8 @@ that it wrote.
 from __future__ import annotations
 
 import functools
-import itertools
 import struct
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +24,8 @@ from ckpt_tools.formats.pickle.plain_values import Inert
 from ckpt_tools.formats.pickle.write import integer
 
 if TYPE_CHECKING:
-    from ckpt_tools.core.chunk_table import ChunkTable
+    from ckpt_tools.core.chunk_table import ChunkTable, Ints
+    from ckpt_tools.formats.dcp.place_rows import PlaceRows
 
 METADATA = "torch.distributed.checkpoint.metadata"
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -35,6 +35,7 @@ _DTYPES = [*BY_NAME, "qint8", "quint8", "qint32"]
 MAX_DIMS = 64
 _MAX_KEYS = 200  # of the path to an entry
 _MAX_INDEX = 1 << 20  # of a list, and of all lists together beside four for each entry
+_LONG_PART_BYTES = 1 << 16  # of a template; shorter ones are joined
 
 
 class ItemLocation(NamedTuple):
@@ -335,7 +336,7 @@ class _Emitter:
     """A writer of opcodes, with a memo for repeated values: globals, attributes, files, FQNs."""
 
     def __init__(self, memo: Mapping[object, bytes] | None = None) -> None:
-        self.parts: list[bytes] = []
+        self.parts: list[bytes | LatePart] = []
         self.put = self.parts.append
         # file names that are filled in last: the part that each precedes, and the name
         self.files: list[tuple[int, str]] = []
@@ -386,13 +387,23 @@ class _Emitter:
         """Returns the opcodes that push a file's name again."""
         return self._memo["file", value]
 
-    def filled(self, name: Callable[[str], str]) -> bytes:
-        """Returns all opcodes, with the final names of files."""
-        at, done = 0, []
+    def joined(self) -> tuple[list[bytes | LatePart], list[tuple[int, str]]]:
+        """Returns parts and files with as few parts as the names of files leave."""
+        parts, files, at = list[bytes | LatePart](), list[tuple[int, str]](), 0
         for number, value in self.files:
-            done += [*self.parts[at:number], _text(name(value))]
+            parts += _joined(self.parts[at:number])
+            files.append((len(parts), value))
             at = number
-        return b"".join([*done, *self.parts[at:]])
+        return [*parts, *_joined(self.parts[at:])], files
+
+    def filled(self, name: Callable[[str], str]) -> Iterator[bytes | LatePart]:
+        """Yields all opcodes, with the final names of files."""
+        at = 0
+        for number, value in self.files:
+            yield from self.parts[at:number]
+            yield _text(name(value))
+            at = number
+        yield from self.parts[at:]
 
     def glob(self, module: str, name: str) -> bytes:
         known = self._memo.get((module, name))
@@ -413,6 +424,25 @@ class _Emitter:
         )
 
 
+class LateTable(NamedTuple):
+    """The chunks of a tensor that has very many.
+
+    Attributes:
+        cut: tensors with the same have the same boxes.
+        kind: tensors with the same differ in their starts alone; None if there is no other.
+        make: makes the chunks.
+        starts: returns where each begins in its file, in bytes.
+    """
+
+    cut: object
+    kind: object
+    make: Callable[[], ChunkTable]
+    starts: Callable[[], Ints]
+
+
+LatePart = Callable[[], bytes]  # opcodes that are made when they are wanted
+
+
 class Template:
     """A `.metadata` without the parts that change between saves: objects' places and the save id.
 
@@ -420,12 +450,13 @@ class Template:
     the absolute path on the training host there, which should stay private.
     """
 
-    def __init__(self, metadata: Metadata, tables: Mapping[str, ChunkTable] | None = None) -> None:
+    def __init__(self, metadata: Metadata, tables: Mapping[str, LateTable] | None = None) -> None:
         """Renders all parts that stay the same.
 
         Args:
             metadata: its `places` may lack those of objects.
-            tables: the chunks of tensors that have very many, in place of boxes and places.
+            tables: the chunks of tensors that have very many, in place of boxes and places. Their
+                places are rendered at each save, so that nobody holds those of all tensors.
         """
         tables = tables or {}
         out = _Emitter()
@@ -450,7 +481,7 @@ class Template:
         for (fqn, offset), place in metadata.places.items():
             if offset is not None:
                 placed.setdefault(fqn, {})[offset] = place
-        alike: dict[object, tuple[list[bytes], list[bytes]]] = {}
+        alike: dict[object, PlaceRows] = {}
         for fqn, tensor in metadata.tensors.items():
             if fqn in tables:
                 _emit_table(out, fqn, tables[fqn], alike)
@@ -458,19 +489,23 @@ class Template:
             numbers = {box.offsets: i for i, box in enumerate(tensor.boxes)}
             for offset, place in placed.get(fqn, {}).items():
                 _emit_place(out, fqn, offset, numbers[offset], place)
-        self._memo, ends = out.memo, [number for number, _ in out.files]
-        # one part before each name, and one after it
-        self._files = [(2 * i + 1, value) for i, (_, value) in enumerate(out.files)]
-        self._parts = [
-            p
-            for a, b in zip([0, *ends], [*ends, len(out.parts)], strict=True)
-            for p in (b"".join(out.parts[a:b]), b"")
-        ][:-1]
+        self._memo = out.memo
+        self._parts, self._files = out.joined()
 
     def render(
         self, objects: Mapping[str, ItemLocation], save_id: str, name: Callable[[str], str] = str
     ) -> bytes:
         """Returns the whole file; `name` returns the final name of a data file."""
+        return b"".join(self.pieces(objects, save_id, name))
+
+    def pieces(
+        self, objects: Mapping[str, ItemLocation], save_id: str, name: Callable[[str], str] = str
+    ) -> Iterator[bytes]:
+        """Yields the file in pieces, as `render` returns it."""
+        for part in self._opcodes(objects, save_id).filled(name):
+            yield part if isinstance(part, bytes) else part()
+
+    def _opcodes(self, objects: Mapping[str, ItemLocation], save_id: str) -> _Emitter:
         out = _Emitter(self._memo)
         out.parts += self._parts
         out.files += self._files
@@ -487,7 +522,22 @@ class Template:
             + _text("1.0.0")
             + b"ub."
         )
-        return out.filled(name)
+        return out
+
+
+def _joined(parts: Iterable[bytes | LatePart]) -> Iterator[bytes | LatePart]:
+    """Joins short parts. A long one may stand at several places, and is not copied."""
+    short = list[bytes]()
+    for part in parts:
+        if isinstance(part, bytes) and len(part) < _LONG_PART_BYTES:
+            short.append(part)
+            continue
+        if short:
+            yield b"".join(short)
+            short.clear()
+        yield part
+    if short:
+        yield b"".join(short)
 
 
 def render(metadata: Metadata, save_id: str) -> bytes:
@@ -497,7 +547,7 @@ def render(metadata: Metadata, save_id: str) -> bytes:
     )
 
 
-def _emit_tensor(out: _Emitter, tensor: TensorMeta, table: ChunkTable | None) -> None:
+def _emit_tensor(out: _Emitter, tensor: TensorMeta, table: LateTable | None) -> None:
     out.put(
         out.new(METADATA, "TensorStorageMetadata")
         + b"}("
@@ -524,10 +574,11 @@ def _emit_tensor(out: _Emitter, tensor: TensorMeta, table: ChunkTable | None) ->
     if table is None:
         chunks = out.reused(("boxes", *tensor.boxes), lambda: _chunks(out, tensor.boxes))
     else:
-        offsets = table.offsets
-        key = ("boxes", offsets.shape, offsets.tobytes(), table.sizes.tobytes())
-        chunks = out.reused(key, lambda: _chunks(out, (chunk.box for chunk in table)))
-    out.put(chunks + b"eub")
+        chunks = out.reused(
+            ("boxes", table.cut), lambda: _chunks(out, (chunk.box for chunk in table.make()))
+        )
+    out.put(chunks)
+    out.put(b"eub")
 
 
 def _chunks(out: _Emitter, boxes: Iterable[Box]) -> bytes:
@@ -541,31 +592,23 @@ def _chunks(out: _Emitter, boxes: Iterable[Box]) -> bytes:
     return b"".join(parts)
 
 
-def _emit_table(
-    out: _Emitter,
-    fqn: str,
-    table: ChunkTable,
-    alike: dict[object, tuple[list[bytes], list[bytes]]],
-) -> None:
-    """Puts the places of a tensor's chunks. Most tensors differ in name and starts only.
-
-    `alike` has the opcodes before and behind the starts, of tensors that were put before.
-    """
-    arrays = (table.offsets, table.files, table.nbytes)
-    key = (table.offsets.shape, *(array.tobytes() for array in arrays))
-    if key not in alike:
-        before, behind = [], []
-        for number, (box, at) in enumerate(table):
-            _emit_place(out, fqn, box.offsets, number, ItemLocation(at.file, at.start, at.nbytes))
-            before.append(_number(out, number, box.offsets) + _info(out) + out.known_file(at.file))
-            before[-1] += _start(out)
-            behind.append(_end(out, at.nbytes))
-        alike[key] = before, behind
+def _emit_table(out: _Emitter, fqn: str, table: LateTable, alike: dict[object, PlaceRows]) -> None:
+    """Puts the places of a tensor's chunks. Most tensors differ in name and starts only."""
+    if table.kind in alike:
+        rows, index = alike[table.kind], _index(out, fqn)
+        out.put(lambda: rows.render(index, table.starts()))
         return
-    before, behind = alike[key]
-    starts = map(_common, table.starts.tolist())
-    rows = zip([_index(out, fqn)] * len(table), before, starts, behind, strict=True)
-    out.put(b"".join(itertools.chain.from_iterable(rows)))
+    before, behind = [], []
+    for number, (box, at) in enumerate(table.make()):
+        _emit_place(out, fqn, box.offsets, number, ItemLocation(at.file, at.start, at.nbytes))
+        before.append(
+            _number(out, number, box.offsets) + _info(out) + out.known_file(at.file) + _start(out)
+        )
+        behind.append(_end(out, at.nbytes))
+    if table.kind is not None:
+        from ckpt_tools.formats.dcp.place_rows import PlaceRows  # with NumPy
+
+        alike[table.kind] = PlaceRows(before, behind)
 
 
 def _emit_place(

@@ -1,11 +1,12 @@
 """Describes the names and shards of each rank to rank 0, which joins them.
 
-The first part of a description is the same on most ranks of a job, so rank 0 reads it once. Boxes
-are arrays.
+The first part of a description is the same on most ranks of a job, so rank 0 gets and reads it
+once. Of boxes that many shards share, a rank describes one.
 """
 
 from __future__ import annotations
 
+import hashlib
 import marshal
 import zlib
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from ckpt_tools.core.box import Box
 from ckpt_tools.core.chunk_table import Ints
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.state.shard_info import ReplicaKind, ShardInfo
+from ckpt_tools.ranks.gloo import GlooGroup
 
 _LEVEL = 1  # of zlib: names repeat, and boxes are mostly zeros
 _SAME_KEYS = (
@@ -51,14 +55,16 @@ class RankDescription(NamedTuple):
 
     Attributes:
         common: a compressed `CommonNames`. It depends on values alone: equal names, equal bytes.
-        boxes: offsets and sizes of each shard, `[shards, 2, dims]` int64, compressed. Missing dims
-            have offset 0 and size 1.
+        boxes: offsets and sizes of each different box, `[boxes, 2, dims]` int64, compressed.
+            Missing dims have offset 0 and size 1.
+        which: the number of each shard's box, `[shards]` uint32, compressed.
         objects: the objects that this rank writes.
         paths: of these objects: position among all paths of this rank, name, keys.
     """
 
     common: bytes
     boxes: bytes
+    which: bytes
     objects: tuple[str, ...]
     paths: tuple[tuple[int, str, tuple[str | int, ...]], ...]
 
@@ -100,16 +106,19 @@ def describe_names(names: RankNames) -> RankDescription:
     )
     width = common.num_dims
     zeros, ones = (0,) * width, (1,) * width
+    known: dict[Box, int] = {}
+    which = np.array([known.setdefault(info.box, len(known)) for info in infos], np.uint32)
     boxes: Ints = np.array(
         [
             ((*offsets, *zeros[len(offsets) :]), (*sizes, *ones[len(sizes) :]))
-            for offsets, sizes in (info.box for info in infos)
+            for offsets, sizes in known
         ],
         np.int64,
     )
     return RankDescription(
         zlib.compress(marshal.dumps(tuple(common), _MARSHAL), _LEVEL),
         zlib.compress(boxes.tobytes(), _LEVEL),
+        zlib.compress(which.tobytes(), _LEVEL),
         names.objects,
         tuple(
             (at, fqn, _keys(path))
@@ -117,6 +126,38 @@ def describe_names(names: RankNames) -> RankDescription:
             if fqn in own
         ),
     )
+
+
+def gather_descriptions(
+    group: GlooGroup, mine: RankDescription | None, what: str
+) -> list[RankDescription | None]:
+    """Returns the description of every rank on rank 0, and an empty list on the others.
+
+    Of ranks with the same names, one sends them.
+
+    Args:
+        group: all ranks, which call it together.
+        mine: of this rank; None if it has failed to make one.
+        what: names the exchange in messages.
+    """
+    common = b"" if mine is None else mine.common
+    digest = hashlib.blake2b(common, digest_size=16).digest()
+    short = None if mine is None else mine._replace(common=digest)
+    gathered = group.gather((short, len(common)), what)
+    sends = [False] * len(gathered)
+    rooms = dict[int, torch.Tensor]()
+    known = {digest: common}
+    for rank, (one, nbytes) in enumerate(gathered):
+        if one is not None and one.common not in known:
+            known[one.common] = b""
+            rooms[rank], sends[rank] = torch.empty(nbytes, dtype=torch.uint8), True
+    if group.scatter(sends, what):
+        group.exchange([(0, 0, torch.frombuffer(bytearray(common), dtype=torch.uint8))], [], what)
+    if rooms:
+        group.exchange([], [(rank, 0, room) for rank, room in rooms.items()], what)
+    for rank, room in rooms.items():
+        known[gathered[rank][0].common] = room.numpy().tobytes()  # type: ignore[union-attr]
+    return [one and one._replace(common=known[one.common]) for one, _ in gathered]
 
 
 def _common(data: bytes, interned: dict[Any, Any]) -> CommonNames:

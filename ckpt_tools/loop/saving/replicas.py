@@ -8,7 +8,7 @@ the ranks exchange more, to name the tensor. Imports torch.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -16,8 +16,11 @@ import numpy as np
 import torch
 
 from ckpt_tools.core.checksum import crc64nvme
+from ckpt_tools.core.chunk_table import Ints
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.loop.saving.shard_columns import CopySets, ShardColumns
+from ckpt_tools.loop.saving.writers import ChosenRows
 from ckpt_tools.loop.state.checksums import checksums_of
 from ckpt_tools.loop.state.shard_info import ReplicaKind, ShardInfo
 from ckpt_tools.ranks.gloo import GlooGroup
@@ -76,27 +79,49 @@ class ReplicaTask(NamedTuple):
 
 
 def replica_tasks(
-    shared: Iterable[tuple[str, Sequence[tuple[int, int]]]],
+    shared: ChosenRows,
+    fqns: Sequence[str],
     kinds: Mapping[str, ReplicaKind],
-    num_ranks: int,
+    columns: ShardColumns,
+    sets: CopySets,
 ) -> list[ReplicaTask]:
     """Returns the task of each rank.
 
     Args:
-        shared: per shard with several replicas, the name of the tensor, and rank and index of each.
+        shared: the shards with several replicas.
+        fqns: of all tensors.
         kinds: of the tensors for which a difference is not just an error.
-        num_ranks: of the job.
+        columns, sets: of all ranks.
     """
-    found: dict[tuple[tuple[int, ...], ReplicaKind], list[Sequence[tuple[int, int]]]] = {}
-    for fqn, holders in shared:
-        kind = kinds.get(fqn, ReplicaKind.EQUAL)
-        found.setdefault((tuple(rank for rank, _ in holders), kind), []).append(holders)
-    sets: list[list[ReplicaSet]] = [[] for _ in range(num_ranks)]
-    for number, ((ranks, kind), shards) in enumerate(found.items()):
-        for place, rank in enumerate(ranks):
-            mine = tuple(holders[place][1] for holders in shards)
-            sets[rank].append(ReplicaSet(number, kind, len(ranks), mine))
-    return [ReplicaTask(tuple(mine), len(found)) for mine in sets]
+    found: list[list[ReplicaSet]] = [[] for _ in range(columns.num_ranks)]
+    known: dict[bytes, int] = {}  # the same ranks
+    holders: dict[int, Ints] = {}
+    of_set: Ints = np.zeros(len(sets.cut), np.int64)
+    for number in np.unique(shared.sets).tolist():
+        holders[number] = sets.holders_of(number)
+        ranks = columns.rank[holders[number]].tobytes()
+        of_set[number] = known.setdefault(ranks, len(known))
+    every = [*ReplicaKind]
+    kind_of = [every.index(kinds.get(fqn, ReplicaKind.EQUAL)) for fqn in fqns]
+    both = of_set[shared.sets] * len(every) + np.array(kind_of, np.int64)[shared.tensors]
+    _, first, which = np.unique(both, return_index=True, return_inverse=True)
+    by_group = np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which))[:-1])
+    in_order = [by_group[n] for n in np.argsort(first, kind="stable")] if len(first) else []
+    for number, pairs in enumerate(in_order):
+        tensors, its_sets = shared.tensors[pairs], shared.sets[pairs]
+        kind = every[kind_of[tensors[0]]]
+        different, which = np.unique(its_sets, return_inverse=True)
+        rows = np.array([holders[one] for one in different.tolist()])
+        ranks_alike: dict[tuple[int, bytes], ReplicaSet] = {}
+        for mine in rows.T:
+            rank = int(columns.rank[mine[0]])
+            key = int(columns.alike_of[rank]), columns.turn[mine].tobytes()
+            if key not in ranks_alike:
+                numbers = columns.numbers(mine[which], tensors)
+                shards = tuple(numbers.tolist())
+                ranks_alike[key] = ReplicaSet(number, kind, rows.shape[1], shards)
+            found[rank].append(ranks_alike[key])
+    return [ReplicaTask(tuple(mine), len(in_order)) for mine in found]
 
 
 class ReplicaProof:

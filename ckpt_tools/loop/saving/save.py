@@ -37,6 +37,7 @@ from ckpt_tools.loop.saving.write import (
     describe,
     plan_rank_files,
     write_files,
+    write_index,
     write_part,
 )
 from ckpt_tools.loop.state.device_statistics import DeviceMoments, moments_by_name
@@ -372,8 +373,11 @@ def _commit(
         fqn: ItemLocation(dcp.data_file_name(rank), item.start, item.nbytes)
         for fqn, (rank, item) in saved.items()
     }
-    index = head.template.render(
-        places, staged.attempt, lambda file: target.name(file, staged.attempt)
+    index = write_index(
+        staged,
+        head.template.pieces(
+            places, staged.attempt, lambda file: target.name(file, staged.attempt)
+        ),
     )
     # last, because in a bucket their names are those of the result that is replaced
     small = write_files(staged, extras.files)

@@ -7,7 +7,7 @@ Imports nothing of torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +37,8 @@ from ckpt_tools.publish.manifest import (
     seal_file,
 )
 from ckpt_tools.storage import LocalStore, MemoryStore, write_file
+
+_WRITE_BYTES = 4 << 20
 
 
 class FilePlan(NamedTuple):
@@ -228,10 +230,51 @@ def write_files(staged: Attempt, files: Mapping[str, bytes]) -> dict[str, Sealed
     return {name: seal_file(len(data), crc64nvme(data), ()) for name, data in files.items()}
 
 
+class WrittenIndex(NamedTuple):
+    """The `.metadata` of a save: its bytes and its CRC-64.
+
+    `data` has its contents in an object store, where it is written last. On a disk it is empty: the
+    index lies beside the data files already, and was never held in full.
+    """
+
+    nbytes: int
+    crc64: int
+    data: bytes = b""
+
+
+def write_index(staged: Attempt, pieces: Iterable[bytes]) -> WrittenIndex:
+    """Writes the index into the directory of an attempt; in an object store, only joins it."""
+    if staged.folder is None:
+        data = b"".join(pieces)
+        return WrittenIndex(len(data), crc64nvme(data), data)
+    nbytes = crc = 0
+    writer = staged.writable.create(dcp.LOOKS_FOR, 0)
+    try:
+        for data in _gathered(pieces):
+            writer.write_at(nbytes, data)
+            nbytes, crc = nbytes + len(data), crc64nvme(data, crc)
+        writer.finish()
+    finally:
+        writer.abort()
+    return WrittenIndex(nbytes, crc)
+
+
+def _gathered(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Joins short pieces, so that each write is long."""
+    waiting, nbytes = list[bytes](), 0
+    for piece in pieces:
+        waiting.append(piece)
+        nbytes += len(piece)
+        if nbytes >= _WRITE_BYTES:
+            yield b"".join(waiting)
+            waiting, nbytes = [], 0
+    yield b"".join(waiting)
+
+
 def describe(
     target: Destination,
     staged: Attempt,
-    index: bytes,
+    index: WrittenIndex,
     parts: Sequence[Sequence[RankFile]],
     tensors: Mapping[str, SealedTensor],
     objects: Mapping[str, SavedObject],
@@ -241,7 +284,7 @@ def describe(
     Args:
         target: the checkpoint to be.
         staged: the attempt. Its files are complete, except for manifest and index.
-        index: the contents of `.metadata`.
+        index: `.metadata`.
         parts: the files of every rank.
         tensors: the sealed tensors, with known fingerprints.
         objects: the objects of all ranks, by name.
@@ -261,20 +304,21 @@ def describe(
         {},
         world_size=len(parts),
         files=files,
-        index=(dcp.LOOKS_FOR, SealedFile(len(index), hex64(crc64nvme(index)))),
+        index=(dcp.LOOKS_FOR, SealedFile(index.nbytes, hex64(index.crc64))),
         tensors=tensors,
         objects={fqn: seal_file(o.nbytes, o.crc64, ()) for fqn, o in objects.items()},
     )
 
 
-def commit(staged: Attempt, manifest: Manifest, index: bytes) -> list[str]:
+def commit(staged: Attempt, manifest: Manifest, index: WrittenIndex) -> list[str]:
     """Publishes a checkpoint; returns notes.
 
     Raises:
         StorageError: it failed, or a file is not what its rank wrote. Then nothing is visible.
     """
-    return staged.publish(
-        Literal(file_name(staged.attempt), 0, manifest.render()),
-        Literal(dcp.LOOKS_FOR, 0, index),
-        {name: file.nbytes for name, file in manifest.files.items()},
-    )
+    files = {name: file.nbytes for name, file in manifest.files.items()}
+    literal = Literal(dcp.LOOKS_FOR, 0, index.data) if index.data else None
+    if literal is None:
+        files[dcp.LOOKS_FOR] = index.nbytes
+    sealed = Literal(file_name(staged.attempt), 0, manifest.render())
+    return staged.publish(sealed, literal, files)
