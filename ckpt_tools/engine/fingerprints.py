@@ -180,6 +180,19 @@ def share_rows(noted: TensorHashes, numbers: Mapping[str, int]) -> Words:
     return np.frombuffer(rows, np.uint64).reshape(-1, 4)
 
 
+def deal_rows(rows: Words, num_ranks: int) -> list[Words]:
+    """Returns the rows of `share_rows` for each rank that joins them.
+
+    Of `n` ranks, rank `r` joins the tensors `r`, `r + n`, `r + 2 * n`, …, and numbers them anew.
+    """
+    tensors, kinds = np.divmod(rows[:, 0], np.uint64(2))
+    numbers, ranks = np.divmod(tensors, np.uint64(num_ranks))
+    order = np.argsort(ranks, kind="stable")
+    dealt = rows[order]
+    dealt[:, 0] = (2 * numbers + kinds)[order]
+    return np.split(dealt, np.searchsorted(ranks[order], np.arange(1, num_ranks, dtype=np.uint64)))
+
+
 def join_rows(rows: Words, nbytes: Words) -> dict[int, int | None]:
     """Returns the fingerprint of each tensor by its number; None if parts are missing or differ.
 

@@ -247,6 +247,30 @@ class GlooGroup(RankSet):
         self._call(what, lambda: dist.all_gather_object(values, value, group=self._pg))
         return values
 
+    def deal(
+        self, parts: Sequence[npt.NDArray[np.uint64]], what: str
+    ) -> list[npt.NDArray[np.uint64]]:
+        """Sends each rank one array, and returns those from all ranks, this one included.
+
+        Args:
+            parts: for each rank, `[n, columns]`. All ranks have the same number of columns.
+            what: names the exchange in messages.
+        """
+        if self._pg is None:
+            return [*parts]
+        columns = parts[0].shape[1]
+        sent = torch.tensor([len(part) for part in parts], device="cpu")
+        received = torch.zeros_like(sent)
+        self._call(what, lambda: dist.all_to_all_single(received, sent, group=self._pg))
+        data = torch.from_numpy(np.concatenate(parts).view(np.int64))
+        room = torch.empty((int(received.sum()), columns), dtype=torch.int64, device="cpu")
+        counts, lengths = received.tolist(), sent.tolist()
+        self._call(
+            what, lambda: dist.all_to_all_single(room, data, counts, lengths, group=self._pg)
+        )
+        found = room.numpy().view(np.uint64)
+        return np.split(found, np.cumsum(counts)[:-1])
+
     def scatter(self, values: Sequence[T], what: str) -> T:
         """Returns to each rank its own item of rank 0's `values`."""
         mine: list[Any] = [values[0] if self._pg is None else None]

@@ -16,8 +16,9 @@ GAP_BYTES = 256 << 10  # fetching a hole of this size is cheaper than a second r
 WINDOW_BYTES = 8 << 20
 # limits in bytes: of running requests; of these and of windows that wait to be read
 ROOMY, FRUGAL = (96 << 20, 128 << 20), (56 << 20, 72 << 20)
-# the last windows are split into requests of this size or more, so that no connection is idle
-_LAST_BYTES = 2 << 20
+# when so few windows are left, they are split into requests of this size or more, so that no
+# connection is idle
+_LAST, _LAST_BYTES = 16, 2 << 20
 _BATCH_BYTES, _BATCH = 32 << 20, 1024  # announced bytes and ranges that are planned together
 
 
@@ -43,7 +44,7 @@ class Prefetcher:
         self.windows: OrderedDict[tuple[str, int, int], FetchedRange] = OrderedDict()
         self.margins = Margins()
         self.announced: list[Range] = []
-        self._announced_nbytes = self._coming_nbytes = 0
+        self._announced_nbytes = self._coming_nbytes = self._num_coming = 0
         self._waiting: list[Window] = []
         self._is_all = False
 
@@ -126,9 +127,11 @@ class Prefetcher:
         start = max(0, window.start - MARGIN_BYTES)
         nbytes = min(window.start + window.nbytes + MARGIN_BYTES, self._size(window.file)) - start
         if (window.file, start, nbytes) not in self.windows and nbytes > 0:
+            is_last = self._is_all and len(self._waiting) + self._num_coming < _LAST
+            self._num_coming += 1
             future = (
                 self._fetch_in_pieces(window.file, start, nbytes)
-                if self._is_all
+                if is_last
                 else self._fetch(window.file, start, nbytes)
             )
             self.windows[window.file, start, nbytes] = FetchedRange(
@@ -150,6 +153,7 @@ class Prefetcher:
         del done
         with self._lock:
             self._coming_nbytes -= nbytes
+            self._num_coming -= 1
             self._begin_waiting()
 
     def _find(self, path: str, start: int, nbytes: int) -> FetchedRange | None:

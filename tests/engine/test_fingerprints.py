@@ -18,6 +18,7 @@ from ckpt_tools.engine.fingerprints import (
     HashedRange,
     HashedRanges,
     TensorHashes,
+    deal_rows,
     join_rows,
     share_of,
     share_rows,
@@ -96,6 +97,20 @@ def test_the_notes_of_many_ranks_make_the_fingerprints(
     numbers = {f"t{number}": number for number in expected}
     rows = np.concatenate([share_rows(hashes, numbers) for hashes in itertools.chain(*ranks)])
     joined = join_rows(rows, np.array(sizes, np.uint64))
+    for size in (1, 2, 3, 7):  # each rank joins a share of the tensors
+        dealt = [deal_rows(part, size) for part in np.array_split(rows, 3)]
+        found = [
+            join_rows(
+                np.concatenate([parts[rank] for parts in dealt]),
+                np.array(sizes[rank::size], np.uint64),
+            )
+            for rank in range(size)
+        ]
+        assert joined == {
+            number * size + rank: crc
+            for rank, mine in enumerate(found)
+            for number, crc in mine.items()
+        }
     if is_faulty:  # nothing is known of it, or nothing was noted
         assert joined.pop(0, None) is None
         del expected[0]

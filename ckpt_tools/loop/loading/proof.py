@@ -16,7 +16,13 @@ import numpy as np
 from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Plan, TensorPlan
-from ckpt_tools.engine.fingerprints import Fingerprints, TensorHashes, join_rows, share_rows
+from ckpt_tools.engine.fingerprints import (
+    Fingerprints,
+    TensorHashes,
+    deal_rows,
+    join_rows,
+    share_rows,
+)
 from ckpt_tools.engine.kernels import Bytes
 from ckpt_tools.engine.schedule import Tile
 from ckpt_tools.errors import IntegrityError, PlanError, printable
@@ -110,30 +116,47 @@ class LoadProof:
         if group.size == 1:
             return 0  # each reading was compared
         what = f"compare the fingerprints of {where}"
-        order = sorted(self._manifest)
-        numbers = {name: number for number, name in enumerate(order)}
-        numbers = {name: numbers[known.fqn] for name, known in self._sealed.items()}
-        code = zlib.crc32(repr(order).encode("utf-8", "surrogatepass"))
-        found = group.gather((code, share_rows(self._read.noted, numbers)), what)
-        with group.phase(what):
-            if len({theirs for theirs, _ in found}) > 1:
-                raise PlanError(f"ranks read different manifests of {printable(where)}")
-            crcs = {}
-            if found:
-                sizes = np.array([self._manifest[n].nbytes for n in order], np.uint64)
-                joined = join_rows(np.concatenate([rows for _, rows in found]), sizes)
-                crcs = {order[number]: crc for number, crc in joined.items()}
-            wrong = [n for n, crc in crcs.items() if crc != self._manifest[n].crc64]
-        wrong = group.broadcast(wrong, what)
-        unproved = {name for name, known in self._sealed.items() if known.fqn in set(wrong)}
+        wrong = self._joined(group, what, where)
+        unproved = {name for name, known in self._sealed.items() if known.fqn in wrong}
         num_proved = sum(n for name, n in self._num_chunks.items() if name not in unproved)
         if not wrong:
             return num_proved
         with group.phase(what):  # a CRC-32 also names the file
             num_proved += sum(check(unproved) for check in self._checks)
         with group.phase(what):
-            _compare(self._manifest, crcs, where)
+            if group.rank == 0:
+                _compare(self._manifest, wrong, where)
         return num_proved
+
+    def _joined(self, group: GlooGroup, what: str, where: str) -> dict[str, int | None]:
+        """Returns the tensors whose parts do not make the sealed fingerprint, on every rank.
+
+        Each rank joins the parts of its share of the names. So no rank gets the parts of all.
+        """
+        order = sorted(self._manifest)
+        code = zlib.crc32(repr(order).encode("utf-8", "surrogatepass"))
+        highest = group.max(np.array([code, -code], np.int64), what)
+        if highest[0] != -highest[1]:
+            raise PlanError(f"ranks read different manifests of {printable(where)}")
+        numbers = {name: number for number, name in enumerate(order)}
+        numbers = {name: numbers[known.fqn] for name, known in self._sealed.items()}
+        mine = order[group.rank :: group.size]
+        parts = [np.zeros((0, 4), np.uint64)] * group.size
+        wrong: dict[str, int | None] = {}
+        with group.phase(what):
+            rows = share_rows(self._read.noted, numbers)
+            parts = deal_rows(rows, group.size)
+        parts = group.deal(parts, what)
+        with group.phase(what) as votes:
+            sizes = np.array([self._manifest[name].nbytes for name in mine], np.uint64)
+            for number, crc in join_rows(np.concatenate(parts), sizes).items():
+                if crc != self._manifest[mine[number]].crc64:
+                    wrong[mine[number]] = crc
+            votes.mine = bool(wrong)
+        if votes.num_yes:
+            told = group.all_gather(wrong, what)
+            wrong = {name: crc for some in told for name, crc in some.items()}
+        return wrong
 
 
 class ShareProof:
