@@ -247,6 +247,33 @@ def test_tables_with_the_same_bytes_and_other_dims_are_apart() -> None:
     assert [len(box.offsets) for box in read.tensors["two"].boxes] == [2] * 32
 
 
+def test_metadata_of_many_ranks_is_never_held() -> None:
+    """Rank 0 keeps the cuts; the places of a tensor are made when they are written."""
+    ranks, tensors = 512, 40
+    names = [
+        RankNames(
+            tuple(
+                ShardInfo(f"w{n}", "float32", (ranks, 8), Box((rank, 0), (1, 8)))
+                for n in range(tensors)
+            ),
+            (),
+            (),
+            {f"w{n}": (f"w{n}",) for n in range(tensors)},
+        )
+        for rank in range(ranks)
+    ]
+    _, head = assign([describe_names(one) for one in names])
+    pieces = [*head.template.pieces({}, "id")]
+    assert b"".join(pieces) == head.template.render({}, "id")
+    kept = [part for part in head.template._parts if isinstance(part, bytes)]
+    assert len(pieces) - len(kept) >= tensors - 1
+    assert sum({id(part): len(part) for part in kept}.values()) < sum(map(len, pieces)) / 4
+    read = parse_metadata(b"".join(pieces), "")
+    assert len(read.places) == ranks * tensors
+    files = {place.file for (fqn, _), place in read.places.items() if fqn == "w7"}
+    assert files == {f"__{rank}_0.distcp" for rank in range(ranks)}
+
+
 def test_a_shard_of_another_shape_than_its_placements_say_is_refused(tmp_path: Path) -> None:
     """As `from_local` makes it, which takes any tensor for the rank's part."""
     code = """

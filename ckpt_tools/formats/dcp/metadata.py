@@ -35,7 +35,7 @@ _DTYPES = [*BY_NAME, "qint8", "quint8", "qint32"]
 MAX_DIMS = 64
 _MAX_KEYS = 200  # of the path to an entry
 _MAX_INDEX = 1 << 20  # of a list, and of all lists together beside four for each entry
-_LONG_PART_BYTES = 1 << 16  # of a template; shorter ones are joined
+_LONG_PART_BYTES = 1 << 12  # of a template; shorter ones are joined
 
 
 class ItemLocation(NamedTuple):

@@ -78,7 +78,7 @@ class FilePlaces:
 
         Args:
             job, columns: of all ranks.
-            shards: what each rank writes.
+            shards: those that each rank writes.
         """
         self._columns = columns
         self.sizes: dict[str, int] = {}

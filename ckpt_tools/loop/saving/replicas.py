@@ -94,6 +94,8 @@ def replica_tasks(
         columns, sets: of all ranks.
     """
     found: list[list[ReplicaSet]] = [[] for _ in range(columns.num_ranks)]
+    if not len(shared.sets):
+        return [ReplicaTask()] * columns.num_ranks
     known: dict[bytes, int] = {}  # the same ranks
     holders: dict[int, Ints] = {}
     of_set: Ints = np.zeros(len(sets.cut), np.int64)
@@ -106,7 +108,7 @@ def replica_tasks(
     both = of_set[shared.sets] * len(every) + np.array(kind_of, np.int64)[shared.tensors]
     _, first, which = np.unique(both, return_index=True, return_inverse=True)
     by_group = np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which))[:-1])
-    in_order = [by_group[n] for n in np.argsort(first, kind="stable")] if len(first) else []
+    in_order = [by_group[n] for n in np.argsort(first, kind="stable")]
     for number, pairs in enumerate(in_order):
         tensors, its_sets = shared.tensors[pairs], shared.sets[pairs]
         kind = every[kind_of[tensors[0]]]

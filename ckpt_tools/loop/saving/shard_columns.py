@@ -266,7 +266,7 @@ class CopySets:
         return self.holders[end - int(self.counts[number]) : end]
 
     def _refuse(self, rows: Ints, others: Ints) -> None:
-        """Tells of the first shard of the lowest rank among rows that do not fit another."""
+        """Refuses rows that do not fit another; names the first shard of the lowest rank."""
         columns = self._columns
         rank = int(columns.rank[rows].min())
         (_, tensor), row, other = min(

@@ -71,11 +71,32 @@ class Writers:
 
         pairs = self._pairs(columns, is_written)
         self.tensors, self.chosen = pairs.tensors, np.zeros(len(pairs.sets), np.int64)
+        self.shared = pairs
+        if len(pairs.sets):
+            is_free = np.array([kinds.get(fqn) is ReplicaKind.FREE for fqn in job.fqns], bool)
+            self._choose(columns, pairs, itemsizes, load, is_free)
+
+    def _choose(
+        self,
+        columns: ShardColumns,
+        pairs: ChosenRows,
+        itemsizes: Ints,
+        load: Ints,
+        is_free: Bools,
+    ) -> None:
+        """Chooses a row for each pair; the longest go first, to the rank with the least bytes.
+
+        Args:
+            columns: of all ranks.
+            pairs: a chunk of each.
+            itemsizes, is_free: `[tensors]`; of the free ones, the lowest rank writes all.
+            load: `[ranks]`, bytes that each writes already.
+        """
+        sets = self._sets
         nbytes = columns.numel[(sets.holders[sets.ends - sets.counts])[pairs.sets]]
         nbytes *= itemsizes[pairs.tensors]
         first = sets.first[pairs.sets]
         met = np.lexsort((columns.numbers(first, pairs.tensors), columns.rank[first]))
-        is_free = np.array([kinds.get(fqn) is ReplicaKind.FREE for fqn in job.fqns], bool)
         by_size = met[np.argsort(-nbytes[met], kind="stable")]
         holders = {n: sets.holders_of(n) for n in np.unique(pairs.sets).tolist()}
         ranks = {n: columns.rank[rows] for n, rows in holders.items()}
