@@ -349,13 +349,14 @@ def _tensors(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, SealedTensor
     ):
         raise ValueError("a fingerprint is no checksum of 16 hex digits")
     lists = [entry["shape"] for entry in found]
-    if any(type(dims) is not list or len(dims) > MAX_DIMS for dims in lists):
+    if not {*map(type, lists)} <= {list} or max(map(len, lists), default=0) > MAX_DIMS:
         raise ValueError(f"a shape is no list of at most {MAX_DIMS} numbers")
     shapes = list(map(tuple, lists))
-    dims = list(chain.from_iterable(shapes))
     # check types before math.prod: it would repeat a string or a list
-    is_sound = {*map(type, dims)} <= {int} and all(0 <= dim < _MAX_COUNT for dim in dims)
-    if not is_sound or any(math.prod(filter(None, s)) >= _MAX_COUNT for s in shapes):
+    is_sound = {*map(type, chain.from_iterable(shapes))} <= {int}
+    if not is_sound or any(
+        min(s, default=0) < 0 or math.prod(filter(None, s)) >= _MAX_COUNT for s in {*shapes}
+    ):
         raise ValueError("a dim, or the number of elements, is no number from 0 to 2**62")
     measured = [
         None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from ckpt_tools.core.memory import no_gc
 from ckpt_tools.errors import (
     NotACheckpointError,
     printable,
@@ -132,7 +133,8 @@ class RunListing:
                 with ThreadPoolExecutor(_LOOKERS, "ckpt-look") as pool:
                     looks = [*pool.map(self._look_at, self._folders)]
             else:
-                looks = [*map(self._look_at, self._folders)]
+                with no_gc():  # a thousand manifests are a million objects
+                    looks = [*map(self._look_at, self._folders)]
             found = [step for step in looks if step]
             if found or not self._folders:
                 break
