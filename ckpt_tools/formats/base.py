@@ -218,9 +218,11 @@ PIN = "ckpt.pin"  # A step that contains this file is never removed.
 LOCK = ".ckpt.lock"  # Names the process that writes to a run or to a prefix of a bucket.
 # Prefix for a file or folder that is moved aside while another one takes its place.
 ASIDE = ".aside."
-# The notes of an attempt beside its data: the result's manifest, the uploads it has begun, and the
-# files that the host of the job has added. In a pulled model: what was pulled; that the hook ran.
-MANIFEST, UPLOADS, HOST, PULLED, TOLD = "manifest", "uploads", "host", "pulled", "told"
+# The notes of an attempt beside its data: the result's manifest, the uploads it has begun, its
+# empty mark (which a power cut may leave in a result), and the files that the host of the job has
+# added. In a pulled model: what was pulled; that the hook ran.
+MANIFEST, UPLOADS, ATTEMPT, HOST = "manifest", "uploads", "attempt", "host"
+PULLED, TOLD = "pulled", "told"
 _MAX_NAME_BYTES = 200
 _NOTE = re.compile(
     rf"(?:(.+)\.)?ckpt\.(manifest|uploads|attempt|host|pulled|told)\.{SHORT_ID}\.json", re.DOTALL

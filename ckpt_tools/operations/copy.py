@@ -31,7 +31,14 @@ from ckpt_tools.errors import (
     redacted,
 )
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.base import LOCK, MANIFEST, attempt_for, new_attempt, note_of
+from ckpt_tools.formats.base import (
+    ATTEMPT,
+    LOCK,
+    MANIFEST,
+    attempt_for,
+    new_attempt,
+    note_of,
+)
 from ckpt_tools.formats.registry import INDEXES, Source, open_source
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
@@ -275,7 +282,7 @@ class _CopyJob:
         files = {
             name: nbytes
             for name, nbytes in source.store.list_files(below=True).items()
-            if name != LOCK
+            if name != LOCK and note_of(name) != (ATTEMPT, "")
         }
         if self.manifest:
             stale = set(of_other_attempts(self.manifest, files))

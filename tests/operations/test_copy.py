@@ -94,6 +94,17 @@ def test_a_second_copy_finds_everything_there(stock: Path, tmp_path: Path, ckpt:
         ckpt_tools.copy(stock, tmp_path / "dst")
 
 
+def test_the_mark_that_a_power_cut_leaves_is_not_copied(tmp_path: Path, ckpt: Run) -> None:
+    """The copy has the id of the attempt that wrote the source, and so a mark of the same name."""
+    ckpt_tools.save(tmp_path / "a", {"w": torch.ones(3)})
+    manifest = next((tmp_path / "a").glob("ckpt.manifest.*"))
+    (tmp_path / "a" / manifest.name.replace("manifest", "attempt")).touch()
+    assert "3 files" in ckpt("copy", tmp_path / "a", tmp_path / "b").stdout
+    left = sorted(path.name for path in (tmp_path / "b").iterdir())
+    assert left == [".metadata", "__0_0.distcp", manifest.name]
+    assert ckpt("verify", tmp_path / "b").returncode == 0
+
+
 def test_a_folder_as_the_destination_keeps_the_name_of_the_step(
     stock: Path, tmp_path: Path, ckpt: Run
 ) -> None:

@@ -46,9 +46,14 @@ def mark_name(attempt: str) -> str:
 
 def unmark(directory: int) -> None:
     """Removes the marks from an open directory."""
-    for name in os.listdir(directory):
-        if name.startswith(MARK):
-            os.unlink(name, dir_fd=directory)
+    # Btrfs lists what was there when the directory was opened
+    fresh = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        for name in os.listdir(fresh):
+            if name.startswith(MARK):
+                os.unlink(name, dir_fd=directory)
+    finally:
+        os.close(fresh)
 
 
 def is_made_here(path: Path) -> bool:
