@@ -25,6 +25,7 @@ SCRIPTS = {
     "incremental": "incremental.py DIR --gb 0.002 --runs 1",
     "names": "names.py DIR --layers 1 --ranks 2 --runs 1 --tiny",
     "clones": "clones.py DIR --gb 0.001 --ranks 2 --runs 1",
+    "compression": "compression.py --runs 1 --mb 8",
     "copies": "@copies.py DIR --mib 24 --rounds 1",
     "flips": "flips.py DIR --flips 2",
     "giants": "-m tests.benchmarks.giants 8b DIR --ranks 2",
