@@ -70,7 +70,7 @@ def show(name: str, tensor: torch.Tensor, runs: int) -> None:
     data = (
         tensor.contiguous().view(torch.uint8).numpy().reshape(-1)[: 64 * MB // itemsize * itemsize]
     )
-    pieces = [data[at : at + PIECE] for at in range(0, len(data) // PIECE * PIECE, PIECE)]
+    pieces = [data[at : at + PIECE] for at in range(0, len(data), PIECE)]
     total = sum(map(len, pieces))
     for how, turned in (("as it is", False), ("by planes", True)):
         small = [
