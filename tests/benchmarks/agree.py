@@ -94,7 +94,7 @@ def descriptions(
     others = describe_names(of_others)
     sent = []
     for rank in range(num_ranks):
-        few = RankNames(shard_infos(rank, num_ranks, 10, copies), (), (), {})
+        few = RankNames(shard_infos(rank, num_ranks, min(10, num_tensors), copies), (), (), {})
         mine = describe_names(few)
         which = np.frombuffer(zlib.decompress(mine.which), np.uint32)[np.arange(num_tensors) % 10]
         same = {"boxes": mine.boxes, "which": zlib.compress(which.tobytes(), 1)}
