@@ -68,6 +68,16 @@ def publish(
             show_default=False,
         ),
     ] = None,
+    keep_last: Annotated[
+        int | None,
+        typer.Option(
+            "--keep-last",
+            min=1,
+            metavar="N",
+            help="Then remove versions that the newest N do not need.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         dtype_option("Cast the model's floating-point tensors. Nothing is cast unless asked."),
@@ -120,6 +130,7 @@ def publish(
         base=base,
         full=full,
         full_every=full_every,
+        keep_last=keep_last,
         dtype=dtype,
         keep_dtype=keep_dtype or (),
         rename=rename or (),
@@ -143,6 +154,9 @@ def publish(
             print(f"changed: {changed}, {format_size(result.changed_nbytes)} ({share:.1%})")
         if result.written_nbytes is not None:
             print(f"wrote {format_size(result.written_nbytes)} in {result.seconds:.2f} s")
+        if result.removed:
+            gone = ", ".join(map(str, reversed(result.removed)))
+            print(f"removed version{'s' * (len(result.removed) > 1)} {gone}")
         for note in result.notes:
             print(f"note: {printable(note)}")
 

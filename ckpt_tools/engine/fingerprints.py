@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tools.core.box import Box, flat_start, is_flat, row_major_strides, whole
-from ckpt_tools.core.checksum import combine_crc64nvme, crc64nvme, join_crc64
+from ckpt_tools.core.checksum import combine_crc64nvme, crc32, crc64nvme, join_crc64
 from ckpt_tools.core.plan import TensorPlan
 from ckpt_tools.engine.kernels import Bytes
 from ckpt_tools.engine.schedule import Tile
@@ -31,7 +31,11 @@ _ONES = np.uint64((1 << 64) - 1)
 
 
 class HashedRange(NamedTuple):
-    """A byte range with its checksums; `crc32` is 0 if it is not needed."""
+    """A byte range with its checksums.
+
+    `crc32` is 0 if it is not needed. For a part that is not contiguous, it is the CRC-32 of the
+    part's sizes instead: with its start, they tell which elements it has.
+    """
 
     start: int
     nbytes: int
@@ -102,8 +106,9 @@ class Fingerprints:
             return
         if self.joined is join_crc64:
             share = share_of(data, tile.box, tensor.shape, itemsize)
+            sizes = crc32(np.array(tile.box.sizes, np.int64).tobytes())
             self.noted.shares.setdefault(tensor.fqn, HashedRanges()).append(
-                HashedRange(start, tile.dst_nbytes, share, 0)
+                HashedRange(start, tile.dst_nbytes, share, sizes)
             )
             self.noted.sizes[tensor.fqn] = whole(tensor.shape).numel * itemsize
 
@@ -165,8 +170,9 @@ def share_rows(noted: TensorHashes, numbers: Mapping[str, int]) -> Words:
         numbers: the number of each tensor, the same on all ranks.
 
     Returns:
-        `[n, 4]`: twice the number of the tensor, plus 1 if the part is not contiguous; start and
-        bytes of the part; its share of the fingerprint.
+        `[n, 5]`: twice the number of the tensor, plus 1 if the part is not contiguous; start and
+        bytes of the part; the checksum of its sizes, if it is not contiguous, else 0; its share of
+        the fingerprint.
     """
     rows = array("Q")
     for name, nbytes in noted.sizes.items():
@@ -174,10 +180,10 @@ def share_rows(noted: TensorHashes, numbers: Mapping[str, int]) -> Words:
         for piece in _neighbours(noted.pieces.get(name, ())):
             behind = nbytes - piece.start - piece.nbytes
             share = combine_crc64nvme(piece.crc64, 0, behind)
-            rows.extend((key, piece.start, piece.nbytes, share))
+            rows.extend((key, piece.start, piece.nbytes, 0, share))
         for piece in noted.shares.get(name, ()):
-            rows.extend((key + 1, piece.start, piece.nbytes, piece.crc64))
-    return np.frombuffer(rows, np.uint64).reshape(-1, 4)
+            rows.extend((key + 1, piece.start, piece.nbytes, piece.crc32, piece.crc64))
+    return np.frombuffer(rows, np.uint64).reshape(-1, 5)
 
 
 def deal_rows(rows: Words, num_ranks: int) -> list[Words]:
@@ -193,20 +199,36 @@ def deal_rows(rows: Words, num_ranks: int) -> list[Words]:
     return np.split(dealt, np.searchsorted(ranks[order], np.arange(1, num_ranks, dtype=np.uint64)))
 
 
-def join_rows(rows: Words, nbytes: Words) -> dict[int, int | None]:
-    """Returns the fingerprint of each tensor by its number; None if parts are missing or differ.
+class JoinedRows(NamedTuple):
+    """What the parts of all ranks make.
+
+    Attributes:
+        fingerprints: of each tensor, by its number; None if parts are missing or overlap.
+        differing: numbers of tensors of which two ranks have read the same part, with other bytes.
+    """
+
+    fingerprints: dict[int, int | None]
+    differing: set[int]
+
+
+def join_rows(rows: Words, nbytes: Words) -> JoinedRows:
+    """Joins the parts of tensors.
 
     Args:
-        rows: `[n, 4]`, as of `share_rows`, from all ranks. A part may be in it several times.
+        rows: `[n, 5]`, as of `share_rows`, from all ranks. A part may be in it several times.
         nbytes: bytes of each tensor, by number.
     """
-    rows = rows[np.lexsort((*rows[:, ::-1].T[:3], rows[:, 0] >> np.uint64(1)))]
+    number = rows[:, 0] >> np.uint64(1)
+    rows = rows[np.lexsort((rows[:, 4], rows[:, 3], rows[:, 0], rows[:, 2], rows[:, 1], number))]
     is_new = np.ones(len(rows), bool)
     is_new[1:] = (rows[1:] != rows[:-1]).any(axis=1)
     rows = rows[is_new]
     if not len(rows):
-        return {}
-    number, starts, sizes = (rows[:, 0] >> np.uint64(1)).astype(np.int64), rows[:, 1], rows[:, 2]
+        return JoinedRows({}, set())
+    is_again = (rows[1:, :4] == rows[:-1, :4]).all(axis=1)
+    differing = (rows[1:, 0][is_again] >> np.uint64(1)).tolist()
+    number = (rows[:, 0] >> np.uint64(1)).astype(np.int64)
+    starts, sizes = rows[:, 1], rows[:, 2]
     ends, first = starts + sizes, np.flatnonzero(np.diff(number, prepend=-1))
     expected = np.concatenate(([np.uint64(0)], ends[:-1]))
     expected[first] = 0
@@ -216,11 +238,12 @@ def join_rows(rows: Words, nbytes: Words) -> dict[int, int | None]:
         & np.logical_and.reduceat(ends <= nbytes[number], first)
         & (has_shares | np.logical_and.reduceat(starts == expected, first))
     )
-    joined = np.bitwise_xor.reduceat(rows[:, 3], first)
-    return {
+    joined = np.bitwise_xor.reduceat(rows[:, 4], first)
+    fingerprints = {
         tensor: crc if ok else None
         for tensor, crc, ok in zip(found.tolist(), joined.tolist(), is_whole.tolist(), strict=True)
     }
+    return JoinedRows(fingerprints, set(differing))
 
 
 def _neighbours(ranges: Iterable[HashedRange]) -> Iterator[HashedRange]:

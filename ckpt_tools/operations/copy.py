@@ -57,7 +57,7 @@ from ckpt_tools.publish.manifest import (
 )
 from ckpt_tools.publish.sealed_source import checked_manifest
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
-from ckpt_tools.storage import is_url, read
+from ckpt_tools.storage import is_url, read, write_file
 from ckpt_tools.storage.retries import appeared, read_again_if_wrong
 from ckpt_tools.transfer.distribute import RankWork, collect, stage_together
 from ckpt_tools.transfer.options import Options, Path_, Reading, no_bar
@@ -522,6 +522,7 @@ class _CopyJob:
                 if within:
                     self.is_within = True
                     with group.phase("copy"):
+                        self._write_notes(staged)
                         self._within(within, advance)
                 else:
                     crcs |= self._through(staged, lambda nbytes: advance(nbytes * group.size))
@@ -697,6 +698,15 @@ class _CopyJob:
                         " another step"
                     ),
                 )
+
+    def _write_notes(self, staged: Attempt) -> None:
+        """Writes the files that lie in memory over the source: its store cannot copy them."""
+        store = self.source.store
+        for name, nbytes in [*self.missing.items()]:
+            if (data := store.view(name, 0, nbytes)) is not None:
+                if self.group.rank == 0:
+                    write_file(staged.writable, self.name(name), bytes(data))
+                del self.missing[name]
 
     def _within(self, copy_target: CopyTarget, advance: Callable[[int], None]) -> None:
         """Makes the store copy files on the server."""

@@ -38,6 +38,7 @@ from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.convert import convert_source, prepare
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.convert.options import Conversion, check_request
+from ckpt_tools.operations.old_versions import remove_old
 from ckpt_tools.publish.delta import DeltaCounts, DeltaDestination
 from ckpt_tools.publish.manifest import SealedTensor
 from ckpt_tools.publish.sealed_source import checked_manifest, open_sealed
@@ -61,6 +62,8 @@ class Publication(Reading, total=False):
         dry_run: only plan, and write nothing.
         full: publish a complete version.
         full_every: publish a complete version after so many deltas.
+        keep_last: then remove versions that the newest so many do not need. If it is absent, all
+            stay.
         encoding: of a delta: one of `ENCODINGS`, "xor" if absent.
         checksum: of a delta's tensors: one of `CHECKSUMS`, "xxh3-128" if absent.
         dtype, keep_dtype, names, partial, rename, key_map, settings: as for `convert`.
@@ -70,6 +73,7 @@ class Publication(Reading, total=False):
     dry_run: bool
     full: bool
     full_every: int | None
+    keep_last: int | None
     encoding: str | None
     checksum: str | None
     dtype: Any
@@ -95,6 +99,7 @@ class PublishResult:
         notes: remarks.
         seconds: wall-clock time.
         is_dry_run: whether nothing was written.
+        removed: the numbers of old versions that `keep_last` has removed.
     """
 
     source: str
@@ -109,6 +114,7 @@ class PublishResult:
     notes: Sequence[str] = ()
     seconds: float = 0.0
     is_dry_run: bool = False
+    removed: Sequence[int] = ()
 
 
 @checked(Publication)
@@ -127,6 +133,16 @@ def publish_version(src: Path_, root: Path_, **how: Unpack[Publication]) -> Publ
         PlanError: the model is not that of the version before; the message lists what differs.
         CheckpointError: see the tree in `errors`. Then no version was added.
     """
+    result = _publish(src, root, how)
+    keep_last = how.get("keep_last")
+    if keep_last is None or result.is_dry_run:
+        return result
+    url = local_path(root).rstrip("/")
+    removed, notes = remove_old(url, keep_last, how.get("storage_options"))
+    return replace(result, removed=removed, notes=[*result.notes, *notes])
+
+
+def _publish(src: Path_, root: Path_, how: Publication) -> PublishResult:
     began = time.monotonic()
     _check(how)
     url = local_path(root).rstrip("/")
@@ -184,6 +200,9 @@ def _check(how: Publication) -> None:
             raise PlanError(
                 f"--{key}: expected one of {', '.join(known)}, got {printable(str(value))!r}"
             )
+    for key in ("full_every", "keep_last"):
+        if (number := how.get(key)) is not None and (type(number) is not int or number < 1):
+            raise PlanError(f"{key}: expected a number from 1 on, got {printable(repr(number))}")
     if (how.get("group") or ALONE).size > 1:
         raise PlanError("one process publishes a version", hint="run it without torchrun")
 

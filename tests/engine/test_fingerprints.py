@@ -96,7 +96,7 @@ def test_the_notes_of_many_ranks_make_the_fingerprints(
                     is_faulty = True
     numbers = {f"t{number}": number for number in expected}
     rows = np.concatenate([share_rows(hashes, numbers) for hashes in itertools.chain(*ranks)])
-    joined = join_rows(rows, np.array(sizes, np.uint64))
+    joined, differing = join_rows(rows, np.array(sizes, np.uint64))
     for size in (1, 2, 3, 7):  # each rank joins a share of the tensors
         dealt = [deal_rows(part, size) for part in np.array_split(rows, 3)]
         found = [
@@ -109,8 +109,12 @@ def test_the_notes_of_many_ranks_make_the_fingerprints(
         assert joined == {
             number * size + rank: crc
             for rank, mine in enumerate(found)
-            for number, crc in mine.items()
+            for number, crc in mine.fingerprints.items()
         }
+        assert differing == {
+            number * size + rank for rank, mine in enumerate(found) for number in mine.differing
+        }
+    assert differing <= ({0} if is_faulty else set())
     if is_faulty:  # nothing is known of it, or nothing was noted
         assert joined.pop(0, None) is None
         del expected[0]
@@ -132,4 +136,17 @@ def test_short_and_long_runs(columns: int) -> None:
 def test_parts_with_a_hole_and_an_overlap_prove_nothing() -> None:
     parts = [HashedRange(0, 4, 1, 0), HashedRange(2, 4, 2, 0)]  # eight bytes, as the tensor has
     rows = share_rows(TensorHashes({"t": HashedRanges(parts)}, {}, {"t": 8}), {"t": 0})
-    assert join_rows(rows, np.array([8], np.uint64)) == {0: None}
+    assert join_rows(rows, np.array([8], np.uint64)) == ({0: None}, set())
+
+
+@pytest.mark.parametrize("sizes", [(0, 0), (7, 7), (7, 9)])
+def test_two_ranks_that_read_other_bytes_of_one_part(sizes: tuple[int, int]) -> None:
+    """A part that is not contiguous has the checksum of its sizes: others may begin where it does."""
+    whole = {"t": HashedRanges([HashedRange(4, 4, 9, 0)])}
+    rows = [share_rows(TensorHashes(whole, {}, {"t": 8}), {"t": 0})]
+    for crc, kind in zip((1, 2), sizes, strict=True):
+        part = {"t": HashedRanges([HashedRange(0, 4, crc, kind)])}
+        pieces, shares = ({}, part) if kind else (part, {})
+        rows.append(share_rows(TensorHashes(pieces, shares, {"t": 8}), {"t": 0}))
+    found = join_rows(np.concatenate(rows), np.array([8], np.uint64))
+    assert found == ({0: None}, {0} if sizes[0] == sizes[1] else set())

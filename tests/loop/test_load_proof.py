@@ -98,6 +98,14 @@ def test_a_tensor_that_ranks_read_in_parts_is_proved(damage: str, tmp_path: Path
     torchrun(2, "proof_in_parts.py", str(tmp_path), damage)
 
 
+@pytest.mark.parametrize(("dim", "damaged"), [(0, ""), (0, "B"), (0, "AB"), (1, "B")])
+def test_ranks_with_copies_of_a_tensor_compare_what_they_read(
+    dim: int, damaged: str, tmp_path: Path
+) -> None:
+    """A reviewer's: the copies differed, and the load took each rank's own."""
+    torchrun(4, "proof_of_copies.py", str(tmp_path), str(dim), damaged)
+
+
 def test_stock_dcp_with_our_reader_compares_whole_tensors(run: Path) -> None:
     step = run / "step-00000002"
     state = {"model": zeros()}

@@ -268,6 +268,47 @@ def test_a_complete_version_begins_the_chain_anew(publisher: Publisher) -> None:
     ]
 
 
+def test_old_versions_go_behind_a_complete_one(publisher: Publisher) -> None:
+    root = publisher.root
+    for _ in range(3):
+        publisher.publish()
+    result = publisher.publish(keep_last=2)  # all build on the base
+    assert (result.removed, result.notes) == ([], ["versions 1 to 2 stay: version 3 needs them"])
+    publisher.publish(full=True)
+    publisher.publish()
+    local = publisher.folder / "local"
+    pull(root, local, version=4)
+    result = publisher.publish(keep_last=1)  # version 7 is a change of 6, and 6 of 5
+    assert (result.removed, result.notes) == (
+        [4, 3, 2, 1],
+        ["versions 5 to 6 stay: version 7 needs them"],
+    )
+    assert sorted(path.name for path in root.iterdir()) == [
+        version(root, n).name for n in (5, 6, 7)
+    ]
+    assert ckpt_tools.verify(root).problems == []
+    done = pull(root, local)  # a receiver that was behind
+    assert (done.version, done.from_version, done.num_deltas) == (7, 5, 2)
+    assert same(loaded(local), publisher.states[-1])
+    for _ in range(3):
+        publisher.publish(full=True)
+    (version(root, 8) / "ckpt.pin").touch()
+    result = publisher.publish(keep_last=2)
+    assert (result.removed, result.notes) == ([9], ["weight_v000008 stays: it is pinned"])
+    (version(root, 8) / "ckpt.pin").unlink()
+    for note in version(root, 6).glob("ckpt.manifest.*"):
+        note.unlink()
+    result = publisher.publish(keep_last=1, full=True)
+    assert (
+        result.removed == [11, 10, 8, 7] and "version 6 stays: another program" in result.notes[0]
+    )
+    assert ckpt_tools.verify(root).problems == []
+    for wrong in (0, -1, True, "2"):
+        with pytest.raises((PlanError, TypeError), match="keep_last"):
+            publisher.publish(keep_last=wrong)
+    assert publisher.publish(keep_last=1, dry_run=True).removed == ()
+
+
 def test_a_model_without_changes_is_a_version_too(publisher: Publisher) -> None:
     publisher.publish(publisher.states[0])
     result = publisher.publish(publisher.states[0])
@@ -677,13 +718,19 @@ def test_publish_to_a_bucket_and_pull_from_it(server: Server, publisher: Publish
     publisher.publish(root=url, **options)
     assert pull(url, local, **options).version == 4
     assert same(loaded(local), publisher.states[4])
+    assert publisher.publish(root=url, keep_last=1, **options).removed == [2, 1]
+    assert {path.split("/")[2] for path in server.bucket("versions").find("versions/root")} == {
+        f"weight_v00000{number}" for number in (3, 4, 5)
+    }
+    assert pull(url, local, **options).version == 5
+    assert same(loaded(local), publisher.states[5])
     assert (local / "config.json").exists()  # of the complete version, which came from the bucket
     fs = server.bucket("bases")
     fs.put(str(publisher.base), "bases/base", recursive=True)
     result = publisher.publish(root="s3://versions/two", base="s3://bases/base", **options)
     assert result.base_version == 0
     pull("s3://versions/two", publisher.folder / "two", **options)
-    assert same(loaded(publisher.folder / "two"), publisher.states[5])
+    assert same(loaded(publisher.folder / "two"), publisher.states[6])
     assert ckpt_tools.verify(url, **options).problems == []
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError, StorageError
@@ -131,6 +131,25 @@ def test_each_verb_clones_and_gives_the_bytes_of_another_file_system(
     target = {n: torch.empty_like(t) for n, t in state.items()}
     dcp.load(target, checkpoint_id=work / "r2", no_dist=True)
     assert all(torch.equal(target[n], t) for n, t in state.items())
+
+
+def test_a_complete_version_is_pulled(work: Path) -> None:
+    """The note of the pull lies in memory over the version, so nothing can clone it."""
+    state = weights()
+    save_file({n.removeprefix("model."): t for n, t in state.items()}, work / "m.safetensors")
+    (work / "base").mkdir()
+    shutil.copy(work / "m.safetensors", work / "base" / "model.safetensors")
+    (work / "base" / "config.json").write_text("{}")
+    for _ in range(2):
+        first = ckpt_tools.publish_version(work / "base", work / "root", full=True, partial=True)
+    assert first.version == 2
+    for number in (1, 2):
+        done = ckpt_tools.pull(work / "root", work / "local", version=number)
+        assert (done.version, done.num_deltas) == (number, 0)
+    merged = load_file(next((work / "local").glob("*.safetensors")))
+    assert all(torch.equal(merged[n.removeprefix("model.")], t) for n, t in state.items())
+    assert len([*(work / "local").glob("ckpt.pulled.*")]) == 1
+    assert ckpt_tools.pull(work / "root", work / "local").is_there
 
 
 def test_a_clone_changes_with_neither_file(work: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -116,7 +116,7 @@ class LoadProof:
         if group.size == 1:
             return 0  # each reading was compared
         what = f"compare the fingerprints of {where}"
-        wrong = self._joined(group, what, where)
+        wrong, differing = self._joined(group, what, where)
         unproved = {name for name, known in self._sealed.items() if known.fqn in wrong}
         num_proved = sum(n for name, n in self._num_chunks.items() if name not in unproved)
         if not wrong:
@@ -126,12 +126,16 @@ class LoadProof:
         with group.phase(what):
             if group.rank == 0:
                 _compare(self._manifest, wrong, where)
+                _refuse_differing(differing, where)
         return num_proved
 
-    def _joined(self, group: GlooGroup, what: str, where: str) -> dict[str, int | None]:
+    def _joined(
+        self, group: GlooGroup, what: str, where: str
+    ) -> tuple[dict[str, int | None], list[str]]:
         """Returns the tensors whose parts do not make the sealed fingerprint, on every rank.
 
-        Each rank joins the parts of its share of the names. So no rank gets the parts of all.
+        Each rank joins the parts of its share of the names. So no rank gets the parts of all. The
+        list has those of which two ranks have read other bytes.
         """
         order = sorted(self._manifest)
         code = zlib.crc32(repr(order).encode("utf-8", "surrogatepass"))
@@ -141,22 +145,26 @@ class LoadProof:
         numbers = {name: number for number, name in enumerate(order)}
         numbers = {name: numbers[known.fqn] for name, known in self._sealed.items()}
         mine = order[group.rank :: group.size]
-        parts = [np.zeros((0, 4), np.uint64)] * group.size
+        parts = [np.zeros((0, 5), np.uint64)] * group.size
         wrong: dict[str, int | None] = {}
+        differing: list[str] = []
         with group.phase(what):
             rows = share_rows(self._read.noted, numbers)
             parts = deal_rows(rows, group.size)
         parts = group.deal(parts, what)
         with group.phase(what) as votes:
             sizes = np.array([self._manifest[name].nbytes for name in mine], np.uint64)
-            for number, crc in join_rows(np.concatenate(parts), sizes).items():
+            joined = join_rows(np.concatenate(parts), sizes)
+            for number, crc in joined.fingerprints.items():
                 if crc != self._manifest[mine[number]].crc64:
                     wrong[mine[number]] = crc
+            differing = [mine[number] for number in joined.differing]
             votes.mine = bool(wrong)
         if votes.num_yes:
-            told = group.all_gather(wrong, what)
-            wrong = {name: crc for some in told for name, crc in some.items()}
-        return wrong
+            told = group.all_gather((wrong, differing), what)
+            wrong = {name: crc for some, _ in told for name, crc in some.items()}
+            differing = sorted(name for _, names in told for name in names)
+        return wrong, differing
 
 
 class ShareProof:
@@ -211,6 +219,22 @@ class ShareProof:
     def _wants(self, tensor: TensorPlan) -> bool:
         is_sealed = self._names.get(tensor.fqn, tensor.fqn) in self._sealed
         return is_sealed and tensor.src_dtype is tensor.dst_dtype
+
+
+def _refuse_differing(names: Sequence[str], where: str) -> None:
+    """Refuses tensors of which ranks have read other bytes.
+
+    Raises:
+        IntegrityError: with the first of them.
+    """
+    if names:
+        more = f", and {len(names) - 1} more tensors" * (len(names) > 1)
+        raise IntegrityError(
+            f"ranks have read different bytes of one tensor: {printable(names[0])!r}{more}"
+            f" (in {printable(where)})",
+            hint="each of them has to see the same files; else the memory of a rank, or the way to"
+            " it, is damaged",
+        )
 
 
 def _compare(sealed: Mapping[str, _Sealed], found: Mapping[str, int | None], where: str) -> None:

@@ -115,7 +115,7 @@ def replica_tasks(
         different, which = np.unique(its_sets, return_inverse=True)
         rows = np.array([holders[one] for one in different.tolist()])
         ranks_alike: dict[tuple[int, bytes], ReplicaSet] = {}
-        for mine in rows.T:
+        for mine in rows.T:  # a rank with two equal shards of a tensor has two sets of one number
             rank = int(columns.rank[mine[0]])
             key = int(columns.alike_of[rank]), columns.turn[mine].tobytes()
             if key not in ranks_alike:

@@ -218,8 +218,10 @@ def agree_layout(
             Every rank raises.
     """
     task, head = agree(group, names, names_differ)
-    files = plan_rank_files(group.rank, [names.infos[i] for i in task.shards])
-    return SaveLayout(names, task, files, head, ReplicaProof(task.replicas, names.infos, proof))
+    with group.phase("plan the files"):
+        files = plan_rank_files(group.rank, [names.infos[i] for i in task.shards])
+        replicas = ReplicaProof(task.replicas, names.infos, proof)
+    return SaveLayout(names, task, files, head, replicas)
 
 
 # ---- writing -------------------------------------------------------------------------------------
