@@ -20,7 +20,7 @@ def remove_old(
     """Removes all versions below the complete one that the oldest kept version begins with.
 
     The newest of them goes first. So if this is interrupted, those that are left need none that has
-    gone.
+    gone. What an interrupted call has left is removed, too.
 
     Args:
         url: the directory of the versions.
@@ -31,16 +31,20 @@ def remove_old(
         The removed versions, the newest first; and notes on those that stay although nothing needs
         them, or that are needed.
     """
+    notes = [
+        f"{printable(left.url)} was left by an earlier attempt, and stays: {left.problem}"
+        for left in open_root(url, options).remove_leftovers()
+        if left.problem
+    ]
     numbers = versions_in(url, options)
     if len(numbers) <= keep_last:
-        return [], []
+        return [], notes
     oldest = numbers[-keep_last]
     folder = open_folder(url, options)
     try:
         first = _complete_below(folder, oldest)
         old = [number for number in numbers[:-keep_last] if number < first]
         needed = [number for number in numbers[:-keep_last] if number >= first]
-        notes = []
         if needed:
             what = f"version {oldest} needs" + (" it" if len(needed) == 1 else " them")
             notes.append(f"{_names(needed)} stay{'s' * (len(needed) == 1)}: {what}")

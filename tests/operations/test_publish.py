@@ -303,6 +303,10 @@ def test_old_versions_go_behind_a_complete_one(publisher: Publisher) -> None:
         result.removed == [11, 10, 8, 7] and "version 6 stays: another program" in result.notes[0]
     )
     assert ckpt_tools.verify(root).problems == []
+    attempt = next(version(root, 5).glob("ckpt.manifest.*")).name.split(".")[2]
+    killed = version(root, 5).rename(root / f".trash.weight_v000005.{attempt}")
+    publisher.publish(keep_last=1)
+    assert not killed.exists()
     for wrong in (0, -1, True, "2"):
         with pytest.raises((PlanError, TypeError), match="keep_last"):
             publisher.publish(keep_last=wrong)
