@@ -138,7 +138,11 @@ def publish_version(src: Path_, root: Path_, **how: Unpack[Publication]) -> Publ
     if keep_last is None or result.is_dry_run:
         return result
     url = local_path(root).rstrip("/")
-    removed, notes = remove_old(url, keep_last, how.get("storage_options"))
+    removed: Sequence[int] = ()
+    try:
+        removed, notes = remove_old(url, keep_last, how.get("storage_options"))
+    except CheckpointError as error:  # the version is published
+        notes = [f"old versions stay: {printable(str(error))}"]
     return replace(result, removed=removed, notes=[*result.notes, *notes])
 
 

@@ -307,6 +307,10 @@ def test_old_versions_go_behind_a_complete_one(publisher: Publisher) -> None:
     killed = version(root, 5).rename(root / f".trash.weight_v000005.{attempt}")
     publisher.publish(keep_last=1)
     assert not killed.exists()
+    publisher.publish()
+    shutil.rmtree(version(root, 13))
+    result = publisher.publish(full=True, keep_last=2)
+    assert result.removed == () and "old versions stay: " in result.notes[0], result
     for wrong in (0, -1, True, "2"):
         with pytest.raises((PlanError, TypeError), match="keep_last"):
             publisher.publish(keep_last=wrong)
