@@ -40,11 +40,12 @@ class Looks:
     """What `step.look` has found out about sealed steps, by their names.
 
     Each is known with the listing of its files at that time, and counts only while it is the same.
-    All of them have at most `_MOST_SEEN` tensors in their manifests.
+    All of them have a limited number of tensors in their manifests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_tensors: int = _MOST_SEEN) -> None:
         """Knows nothing."""
+        self._most = most_tensors
         self._known: dict[str, tuple[object, Any, int]] = {}
         self._held, self._lock = 0, threading.Lock()
 
@@ -53,13 +54,15 @@ class Looks:
         known = self._known.get(name)
         return known[1] if known is not None and known[0] == listing else None
 
-    def add(self, name: str, listing: object, step: Any, num_tensors: int) -> None:
-        """Keeps a step, if there is room for the tensors of its manifest."""
+    def add(self, name: str, listing: object, step: Any, num_tensors: int) -> bool:
+        """Keeps a step, if there is room for the tensors of its manifest; tells whether it does."""
         with self._lock:
             self._drop(name)
-            if self._held + num_tensors <= _MOST_SEEN:
+            has_room = self._held + num_tensors <= self._most
+            if has_room:
                 self._known[name] = (listing, step, num_tensors)
                 self._held += num_tensors
+            return has_room
 
     def keep(self, names: Container[str]) -> None:
         """Forgets all steps but those of these names."""

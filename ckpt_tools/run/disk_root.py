@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import time
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
@@ -37,9 +36,8 @@ from ckpt_tools.publish.manifest import Manifest, SealedFile, file_name
 from ckpt_tools.publish.step_names import is_step_name
 from ckpt_tools.run.base import GRACE_S, Looks, RootEntries
 from ckpt_tools.storage import LocalStore, Store, read, write_file
-from ckpt_tools.storage.local import failed
+from ckpt_tools.storage.local import failed, snapshot
 
-_SETTLED_NS = 2_000_000_000  # a change after this time has another time
 _OF_THE_DISK = "lost+found"  # of the top of a file system, for root alone
 
 
@@ -108,18 +106,7 @@ class LocalRoot:
         )
 
     def snapshot(self, store: Store) -> object:
-        latest, found = time.time_ns() - _SETTLED_NS, []
-        try:
-            with os.scandir(store.url) as entries:
-                for entry in entries:
-                    at = entry.stat(follow_symlinks=False)
-                    if not stat.S_ISREG(at.st_mode) or at.st_ctime_ns > latest:
-                        return None
-                    times = at.st_mtime_ns, at.st_ctime_ns
-                    found.append((entry.name, at.st_dev, at.st_ino, at.st_size, *times))
-        except OSError:
-            return None  # the look says so
-        return sorted(found)
+        return snapshot(store.url)
 
     def check_writable(self) -> None:
         """Does nothing: the claim tells."""

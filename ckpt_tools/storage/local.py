@@ -11,6 +11,7 @@ import os
 import resource
 import stat
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
@@ -22,6 +23,7 @@ from ckpt_tools.storage.base import Capabilities, StoreDefaults, Writer, check_p
 _FLUSH_BYTES = 32 << 20
 _SHORT_BYTES = 8 << 10  # too short to be worth a system call
 _LONG_BYTES = 64 << 20
+_SETTLED_NS = 2_000_000_000  # a change after this time has another time
 _LOOKS = 3
 _SYNC_FILE_RANGE_WRITE = 2
 # such an error tells what lies at a path; any other one, that it could not be read
@@ -303,6 +305,27 @@ def _blobs_of(root: str) -> str | None:
         return None
     blobs = f"{root.rpartition('/snapshots/')[0]}/blobs"
     return blobs if os.path.isdir(blobs) and not os.path.islink(blobs) else None
+
+
+def snapshot(folder: str) -> object:
+    """Returns a value that changes when a file of a directory is added, removed or changed.
+
+    Returns None where that is not certain: a file has just changed, or something else than a file
+    lies there. A write through memory that is mapped is not seen if an earlier one has made its
+    page dirty.
+    """
+    latest, found = time.time_ns() - _SETTLED_NS, []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                at = entry.stat(follow_symlinks=False)
+                if not stat.S_ISREG(at.st_mode) or at.st_ctime_ns > latest:
+                    return None
+                times = at.st_mtime_ns, at.st_ctime_ns
+                found.append((entry.name, at.st_dev, at.st_ino, at.st_size, *times))
+    except OSError:
+        return None  # whoever reads it says so
+    return sorted(found)
 
 
 class PinnedStore(LocalStore):

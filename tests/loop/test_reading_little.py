@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,8 @@ from safetensors.torch import save_file
 
 import ckpt_tools
 from ckpt_tools import IntegrityError
+from ckpt_tools.loop.loading import opened
+from tests.jobs import ROOT
 from tests.strategies import flip
 
 TYPES = (
@@ -143,3 +148,72 @@ def test_a_closed_checkpoint_refuses_to_read(stored: dict[str, Path]) -> None:
         with pytest.raises(ValueError, match=r"the checkpoint is closed: .*; open it again"):
             read()
     opened.close()
+
+
+AGAIN = """
+import os, sys, time, warnings
+import torch
+import ckpt_tools
+from ckpt_tools.errors import CheckpointError
+
+warnings.simplefilter("ignore")
+path, opened = sys.argv[1], []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+
+
+def first(settle: bool = True) -> tuple[float, bool]:
+    "Returns a value, and whether the index was read for it."
+    time.sleep(2.1 * settle)  # what has just changed is always read again
+    opened.clear()
+    with ckpt_tools.open(path) as found:
+        return found["w"][0].item(), any(one.endswith(".metadata") for one in opened)
+
+
+ckpt_tools.save(path, {"w": torch.tensor([1.0, 2.0])})
+told = [first(), first(False), first(False)]
+assert told == [(1.0, True), (1.0, False), (1.0, False)], told
+ckpt_tools.save(path, {"w": torch.tensor([3.0, 4.0])}, overwrite=True)
+told = [first(False), first(), first(False)]
+assert told == [(3.0, True), (3.0, True), (3.0, False)], told
+with open(os.path.join(path, ".metadata"), "r+b") as file:  # of the same length
+    data = bytearray(file.read())
+    data[data.index(b"__0_0")] ^= 1
+    file.seek(0)
+    file.write(data)
+for _ in range(2):
+    try:
+        first()
+    except CheckpointError:
+        continue
+    raise AssertionError("a flipped bit was not found")
+ckpt_tools.save(path, {"w": torch.tensor([5.0, 6.0])}, overwrite=True)
+assert first() == (5.0, True) and first(False) == (5.0, False)
+os.remove(os.path.join(path, "__0_0.distcp"))
+try:
+    first(False)
+except CheckpointError as error:
+    assert "missing" in str(error), error
+else:
+    raise AssertionError("a missing file was not found")
+"""
+
+
+def test_a_checkpoint_that_has_not_changed_is_opened_again_at_once(tmp_path: Path) -> None:
+    """Every change is seen: of a file, of its bytes, of their number."""
+    words = [sys.executable, "-c", AGAIN, str(tmp_path / "a")]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_catalogs_of_many_checkpoints_are_not_all_kept(tmp_path: Path) -> None:
+    """Each has 9,000 tensors, so two fit."""
+    for number in range(3):
+        tensors = {f"{n}": torch.tensor(float(number)) for n in range(9000)}
+        ckpt_tools.save(tmp_path / str(number), tensors)
+    time.sleep(2.1)
+    for _ in range(2):
+        for number in range(3):
+            with ckpt_tools.open(tmp_path / str(number)) as found:
+                assert found["8999"].torch().item() == number
+            assert 0 < sum(held for *_, held in opened._KNOWN._known.values()) <= 20_000

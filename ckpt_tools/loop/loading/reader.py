@@ -25,11 +25,11 @@ from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
 from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.loop.loading.load_request import LoadReport
+from ckpt_tools.loop.loading.opened import open_again
 from ckpt_tools.loop.loading.read_shards import fill
 from ckpt_tools.loop.state.shards import Shard, as_bytes
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.manifest import Manifest
-from ckpt_tools.publish.sealed_source import open_sealed
 from ckpt_tools.storage import read
 from ckpt_tools.transfer.prove import prove_replicas
 
@@ -359,7 +359,7 @@ def open_checkpoint(
         FormatError: its metadata is malformed.
         CatalogError: it has holes, overlaps, or files that are missing or short.
     """
-    return Checkpoint(*open_sealed(path, storage_options))
+    return Checkpoint(*open_again(path, storage_options))
 
 
 def _spans(rows: Sequence[int], row_bytes: int) -> list[tuple[int, int]]:
