@@ -113,6 +113,8 @@ def assign(
     Raises:
         PlanError, CatalogError: ranks disagree about a tensor, or the shards do not cover it.
     """
+    every = dict.fromkeys(info.fqn for mine in infos for info in mine)
+    order = {fqn: at for at, fqn in enumerate(every)}
     first: dict[str, tuple[ShardInfo, int]] = {}
     holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
     boxes: dict[tuple[str, tuple[int, ...]], Box] = {}
@@ -136,8 +138,9 @@ def assign(
                 _check_same_split(info, rank, box, holders[key])
             if box is None or box.numel < info.box.numel:
                 boxes[key], holders[key] = info.box, [(rank, number)]
-            if info.alias and info.box.numel:
-                partners.setdefault(info.fqn, set()).add(info.alias)
+            tied = tie_of(mine, info, order)
+            if tied != info.fqn and info.box.numel:
+                partners.setdefault(info.fqn, set()).add(tied)
             elif info.fqn not in untied and info.box.numel:
                 untied.add(info.fqn)
     # tied on every rank
@@ -147,6 +150,13 @@ def assign(
         if len(found) == 1 and fqn not in untied
     }
     return _spread(infos, objects, paths, first, holders, boxes, aliases, kinds or {})
+
+
+def tie_of(mine: Sequence[ShardInfo], info: ShardInfo, order: Mapping[str, int]) -> str:
+    """Returns the first name, in the order of all ranks, that is tied to a shard on its rank."""
+    name = info.alias or info.fqn
+    tied = [one.fqn for one in mine if name in (one.alias, one.fqn)]
+    return name if name not in order else min([name, *tied], key=order.__getitem__)
 
 
 def _check_same_split(

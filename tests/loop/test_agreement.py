@@ -274,6 +274,23 @@ def test_metadata_of_many_ranks_is_never_held() -> None:
     assert files == {f"__{rank}_0.distcp" for rank in range(ranks)}
 
 
+def test_tied_weights_are_stored_once_whatever_the_order_of_their_names() -> None:
+    """A reviewer's: the first name on one rank is the second on another."""
+    whole = Box((0,), (4,))
+    ranks = []
+    for order in (("a", "b", "c"), ("c", "b", "a"), ("b", "c", "a")):
+        infos = [ShardInfo(n, "float32", (4,), whole, order[0] * (n != order[0])) for n in order]
+        ranks.append(RankNames(tuple(infos), (), (), {n: (n,) for n in order}))
+    tasks, head = assign([describe_names(one) for one in ranks])
+    assert dict(head.aliases) == {"b": "a", "c": "a"}
+    written = [ranks[rank].infos[n].fqn for rank, task in enumerate(tasks) for n in task.shards]
+    assert written == ["a"]
+    read = parse_metadata(head.template.render({}, "id"), "")
+    assert len({read.places[name, (0,)] for name in "abc"}) == 1
+    ranks[2] = ranks[2]._replace(infos=tuple(i._replace(alias="") for i in ranks[2].infos))
+    assert not assign([describe_names(one) for one in ranks])[1].aliases  # untied there
+
+
 def test_a_shard_of_another_shape_than_its_placements_say_is_refused(tmp_path: Path) -> None:
     """As `from_local` makes it, which takes any tensor for the rank's part."""
     code = """

@@ -342,9 +342,15 @@ class JobNames:
         untied = set[str]()
         for group, some in zip(self.groups, has_elements, strict=True):
             part = group.common
+            first: dict[str, str] = {}  # of tied names, the job's first: ranks may order them anew
+            for fqn, alias in zip(part.fqns, part.aliases, strict=True):
+                known = first.setdefault(alias or fqn, alias or fqn)
+                if self.tensor_of[fqn] < self.tensor_of.get(known, 0):
+                    first[alias or fqn] = fqn
             for fqn, alias, has in zip(part.fqns, part.aliases, some.tolist(), strict=True):
-                if has and alias:
-                    partners.setdefault(fqn, set()).add(alias)
+                partner = first[alias or fqn]
+                if has and partner != fqn:
+                    partners.setdefault(fqn, set()).add(partner)
                 elif has:
                     untied.add(fqn)
         return {
