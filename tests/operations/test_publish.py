@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -694,9 +693,10 @@ def test_a_follower_goes_along(publisher: Publisher) -> None:
     local = publisher.folder / "local"
     words = [sys.executable, "-m", "ckpt_tools", "pull", publisher.root, local, "--follow"]
     follower = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert follower.stdout is not None
+    assert follower.stdout is not None and follower.stderr is not None
     try:
-        time.sleep(1)  # nothing is published yet
+        told = follower.stderr.readline()  # nothing is published yet
+        assert "no version lies in" in told, told
         for number in (1, 2):
             publisher.publish()
             line = follower.stdout.readline()  # it is told at once, also into a pipe
@@ -704,9 +704,8 @@ def test_a_follower_goes_along(publisher: Publisher) -> None:
             assert same(loaded(local), publisher.states[number])
     finally:
         follower.send_signal(signal.SIGINT)
-        _, err = follower.communicate(timeout=60)
+        follower.communicate(timeout=60)
     assert follower.returncode == 130
-    assert "no version lies in" in err
 
 
 def test_publish_to_a_bucket_and_pull_from_it(server: Server, publisher: Publisher) -> None:
