@@ -41,6 +41,8 @@ class SharedCache(Generic[K, V]):
                     return self._found[key]
             value = make()
             with self._lock:
+                if key in self._found:  # made twice, since it had been dropped meanwhile
+                    self._nbytes -= self._nbytes_of(self._found[key])
                 self._found[key] = value
                 self._nbytes += self._nbytes_of(value)
                 self._busy.pop(key, None)

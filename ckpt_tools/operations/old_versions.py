@@ -10,6 +10,7 @@ from ckpt_tools.formats.base import PIN
 from ckpt_tools.formats.deltas.layout import read_delta_index, version_name
 from ckpt_tools.formats.registry import open_folder, versions_in
 from ckpt_tools.publish.find_manifest import find_manifest
+from ckpt_tools.run.base import RunRoot
 from ckpt_tools.run.roots import open_root
 from ckpt_tools.storage import Store
 
@@ -31,10 +32,11 @@ def remove_old(
         The removed versions, the newest first; and notes on those that stay although nothing needs
         them, or that are needed.
     """
+    root = open_root(url, options)
     notes = [
-        f"{printable(left.url)} was left by an earlier attempt, and stays: {left.problem}"
-        for left in open_root(url, options).remove_leftovers()
-        if left.problem
+        f"an earlier attempt left {printable(left.url)}, which "
+        + (f"stays: {left.problem}" if left.problem else "was removed")
+        for left in root.remove_leftovers()
     ]
     numbers = versions_in(url, options)
     if len(numbers) <= keep_last:
@@ -45,14 +47,15 @@ def remove_old(
         first = _complete_below(folder, oldest)
         old = [number for number in numbers[:-keep_last] if number < first]
         needed = [number for number in numbers[:-keep_last] if number >= first]
-        if needed:
-            what = f"version {oldest} needs" + (" it" if len(needed) == 1 else " them")
-            notes.append(f"{_names(needed)} stay{'s' * (len(needed) == 1)}: {what}")
+        notes += _needed(needed, oldest)
         removed = []
         for number in reversed(old):
-            if problem := _remove(url, folder.enter(version_name(number)), number, options):
-                notes.append(problem)
-                break  # those below it are needed to read it
+            if number >= first:
+                continue
+            if problem := _remove(root, folder.enter(version_name(number)), number):
+                first = _complete_below(folder, number)
+                notes += [problem, *_needed([n for n in old if first <= n < number], number)]
+                continue
             removed.append(number)
         return removed, notes
     finally:
@@ -66,13 +69,12 @@ def _complete_below(folder: Store, number: int) -> int:
     return number
 
 
-def _remove(url: str, store: Store, number: int, options: Mapping[str, Any] | None) -> str:
+def _remove(root: RunRoot, store: Store, number: int) -> str:
     """Removes a version; returns a note if it stays, "" if it does not."""
     try:
         manifest = find_manifest(store)
         if manifest is None:
             return f"version {number} stays: another program wrote it (there is no manifest)"
-        root = open_root(url, options)
 
         def reason_to_keep(name: str) -> str | None:
             return "it is pinned" if PIN in root.step_store(name).list_files() else None
@@ -85,8 +87,8 @@ def _remove(url: str, store: Store, number: int, options: Mapping[str, Any] | No
     return ""
 
 
-def _names(numbers: Sequence[int]) -> str:
-    """Returns the numbers of neighbouring versions, for people."""
-    if len(numbers) == 1:
-        return f"version {numbers[0]}"
-    return f"versions {numbers[0]} to {numbers[-1]}"
+def _needed(numbers: Sequence[int], by: int) -> list[str]:
+    """Returns the note on neighbouring versions that another one needs; none for no versions."""
+    if len(numbers) < 2:
+        return [f"version {number} stays: version {by} needs it" for number in numbers]
+    return [f"versions {numbers[0]} to {numbers[-1]} stay: version {by} needs them"]

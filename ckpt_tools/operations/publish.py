@@ -135,8 +135,10 @@ def publish_version(src: Path_, root: Path_, **how: Unpack[Publication]) -> Publ
     """
     result = _publish(src, root, how)
     keep_last = how.get("keep_last")
-    if keep_last is None or result.is_dry_run:
+    if keep_last is None:
         return result
+    if result.is_dry_run:
+        return replace(result, notes=[*result.notes, "a dry run looks at no old versions"])
     url = local_path(root).rstrip("/")
     removed: Sequence[int] = ()
     try:

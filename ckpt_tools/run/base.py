@@ -37,15 +37,15 @@ class RootEntries(NamedTuple):
 
 
 class Looks:
-    """What `step.look` has found out about sealed steps, by their names.
+    """What a process knows of sealed checkpoints, by their names.
 
     Each is known with the listing of its files at that time, and counts only while it is the same.
-    All of them have a limited number of tensors in their manifests.
+    All of them have a limited size, in tensors or chunks.
     """
 
-    def __init__(self, most_tensors: int = _MOST_SEEN) -> None:
+    def __init__(self, most: int = _MOST_SEEN) -> None:
         """Knows nothing."""
-        self._most = most_tensors
+        self._most = most
         self._known: dict[str, tuple[object, Any, int]] = {}
         self._held, self._lock = 0, threading.Lock()
 
@@ -54,14 +54,14 @@ class Looks:
         known = self._known.get(name)
         return known[1] if known is not None and known[0] == listing else None
 
-    def add(self, name: str, listing: object, step: Any, num_tensors: int) -> bool:
-        """Keeps a step, if there is room for the tensors of its manifest; tells whether it does."""
+    def add(self, name: str, listing: object, known: Any, size: int) -> bool:
+        """Keeps what is known of a checkpoint, if there is room; tells whether it does."""
         with self._lock:
             self._drop(name)
-            has_room = self._held + num_tensors <= self._most
+            has_room = self._held + size <= self._most
             if has_room:
-                self._known[name] = (listing, step, num_tensors)
-                self._held += num_tensors
+                self._known[name] = (listing, known, size)
+                self._held += size
             return has_room
 
     def keep(self, names: Container[str]) -> None:

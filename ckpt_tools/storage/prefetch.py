@@ -128,7 +128,6 @@ class Prefetcher:
         nbytes = min(window.start + window.nbytes + MARGIN_BYTES, self._size(window.file)) - start
         if (window.file, start, nbytes) not in self.windows and nbytes > 0:
             is_last = self._is_all and len(self._waiting) + self._num_coming < _LAST
-            self._num_coming += 1
             future = (
                 self._fetch_in_pieces(window.file, start, nbytes)
                 if is_last
@@ -138,6 +137,7 @@ class Prefetcher:
                 start, nbytes, sum(r.nbytes for r in window.ranges), future
             )
             self._coming_nbytes += nbytes
+            self._num_coming += 1
             future.add_done_callback(partial(self.margins.keep, window, start))
             future.add_done_callback(partial(self._arrived, nbytes))
 

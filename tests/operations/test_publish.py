@@ -291,29 +291,34 @@ def test_old_versions_go_behind_a_complete_one(publisher: Publisher) -> None:
     assert same(loaded(local), publisher.states[-1])
     for _ in range(3):
         publisher.publish(full=True)
-    (version(root, 8) / "ckpt.pin").touch()
-    result = publisher.publish(keep_last=2)
-    assert (result.removed, result.notes) == ([9], ["weight_v000008 stays: it is pinned"])
-    (version(root, 8) / "ckpt.pin").unlink()
-    for note in version(root, 6).glob("ckpt.manifest.*"):
+    (version(root, 7) / "ckpt.pin").touch()
+    result = publisher.publish(keep_last=2)  # 10 and 11
+    assert (result.removed, result.notes) == (
+        [9, 8],
+        ["weight_v000007 stays: it is pinned", "versions 5 to 6 stay: version 7 needs them"],
+    )
+    (version(root, 7) / "ckpt.pin").unlink()
+    for note in version(root, 10).glob("ckpt.manifest.*"):
         note.unlink()
     result = publisher.publish(keep_last=1, full=True)
-    assert (
-        result.removed == [11, 10, 8, 7] and "version 6 stays: another program" in result.notes[0]
-    )
+    assert result.removed == [11, 7, 6, 5] and len(result.notes) == 1
+    assert "version 10 stays: another program" in result.notes[0]
     assert ckpt_tools.verify(root).problems == []
-    attempt = next(version(root, 5).glob("ckpt.manifest.*")).name.split(".")[2]
-    killed = version(root, 5).rename(root / f".trash.weight_v000005.{attempt}")
-    publisher.publish(keep_last=1)
-    assert not killed.exists()
-    publisher.publish()
+    publisher.publish(full=True)
+    attempt = next(version(root, 12).glob("ckpt.manifest.*")).name.split(".")[2]
+    killed = version(root, 12).rename(root / f".trash.weight_v000012.{attempt}")
+    result = publisher.publish(keep_last=1)
+    assert not killed.exists() and result.notes[0] == (
+        f"an earlier attempt left {killed}, which was removed"
+    )
     shutil.rmtree(version(root, 13))
     result = publisher.publish(full=True, keep_last=2)
     assert result.removed == () and "old versions stay: " in result.notes[0], result
     for wrong in (0, -1, True, "2"):
         with pytest.raises((PlanError, TypeError), match="keep_last"):
             publisher.publish(keep_last=wrong)
-    assert publisher.publish(keep_last=1, dry_run=True).removed == ()
+    result = publisher.publish(keep_last=1, dry_run=True)
+    assert (result.removed, result.notes[-1]) == ((), "a dry run looks at no old versions")
 
 
 def test_a_model_without_changes_is_a_version_too(publisher: Publisher) -> None:

@@ -18,7 +18,7 @@ from ckpt_tools.run.base import Looks
 from ckpt_tools.storage import LocalStore
 from ckpt_tools.storage.local import snapshot
 
-_MOST_TENSORS = 20_000  # of all catalogs: about 20 MB
+_MOST_CHUNKS = 20_000  # of all catalogs
 
 
 class _Opened(NamedTuple):
@@ -30,7 +30,7 @@ class _Opened(NamedTuple):
     manifest: Manifest
 
 
-_KNOWN = Looks(_MOST_TENSORS)
+_KNOWN = Looks(_MOST_CHUNKS)
 
 
 def open_again(
@@ -52,7 +52,8 @@ def open_again(
     is_plain = type(source.store) is LocalStore and source.path == where
     if manifest is not None and is_plain and before is not None and before == snapshot(where):
         opened = _Opened(where, source.format, source.catalog, manifest)
-        if not _KNOWN.add(real, before, opened, len(source.catalog.tensors)):
+        size = sum(max(1, len(entry.chunks)) for entry in source.catalog.tensors.values())
+        if size <= _MOST_CHUNKS and not _KNOWN.add(real, before, opened, size):
             _KNOWN.keep(())  # others make room
-            _KNOWN.add(real, before, opened, len(source.catalog.tensors))
+            _KNOWN.add(real, before, opened, size)
     return source, manifest

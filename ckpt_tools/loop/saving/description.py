@@ -150,7 +150,7 @@ def gather_descriptions(
     for rank, (one, nbytes) in enumerate(gathered):
         if one is not None and one.common not in known:
             known[one.common] = b""
-            rooms[rank], sends[rank] = torch.empty(nbytes, dtype=torch.uint8), True
+            rooms[rank], sends[rank] = torch.empty(nbytes, dtype=torch.uint8, device="cpu"), True
     if group.scatter(sends, what):
         group.exchange([(0, 0, torch.frombuffer(bytearray(common), dtype=torch.uint8))], [], what)
     if rooms:

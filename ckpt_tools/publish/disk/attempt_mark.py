@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.formats.base import MANIFEST, PIN, note_name, note_of
+from ckpt_tools.formats.base import ATTEMPT, MANIFEST, PIN, note_name, note_of
 from ckpt_tools.formats.registry import is_ours
 from ckpt_tools.publish.find_manifest import read_manifest
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.storage import LocalStore
 from ckpt_tools.storage.local import files_below
 
-MARK = "ckpt.attempt."  # a note, so readers ignore one that a power cut leaves in a result
+MARK = f"ckpt.{ATTEMPT}."  # a note, so readers ignore one that a power cut leaves in a result
 STAGING, TRASH = ".tmp.", ".trash."
 
 
