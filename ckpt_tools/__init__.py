@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ckpt_tools.loop.loading.reader import Checkpoint, StoredTensor, open_checkpoint
     from ckpt_tools.loop.manager import CheckpointManager
     from ckpt_tools.loop.options import Mirror, Outages, Resuming, Writing
+    from ckpt_tools.loop.publisher import Publisher
     from ckpt_tools.loop.saving.huggingface_copies import HuggingFace
     from ckpt_tools.loop.saving.save import SaveReport
     from ckpt_tools.loop.saving.single_save import save
@@ -87,6 +88,7 @@ __all__ = [
     "Problem",
     "Pruned",
     "PublishResult",
+    "Publisher",
     "PullResult",
     "Report",
     "Resuming",
@@ -137,6 +139,7 @@ __all__ = [
 
 _LAZY = {
     "PublishResult": "operations.publish",
+    "Publisher": "loop.publisher",
     "publish_version": "operations.publish",
     "PullResult": "operations.pull",
     "pull": "operations.pull",

@@ -199,7 +199,7 @@ def test_nobody_examines_attempts_and_destinations() -> None:
 TELLS_URLS = (
     "storage/base.py storage/__init__.py publish/destinations.py run/roots.py formats/registry.py cli/options.py"
     " operations/convert/huggingface.py operations/convert/options.py"
-    " publish/delta.py operations/copy.py operations/folder.py operations/publish.py operations/pull.py cli/render.py loop/arguments.py loop/saving/huggingface_copies.py loop/manager.py loop/options.py"
+    " publish/delta.py operations/copy.py operations/folder.py operations/publish.py operations/pull.py cli/render.py loop/arguments.py loop/saving/huggingface_copies.py loop/manager.py loop/options.py loop/publisher.py"
     " loop/steps/retention.py"
     " transfer/result.py transfer/transfer.py"
 ).split()

@@ -6,6 +6,7 @@ This module knows integers only: no bytes, no files, no dtypes. It imports nothi
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
@@ -277,6 +278,19 @@ def _flat_boxes(
         yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
     if tail:
         yield from (((last, *o), (1, *s)) for o, s in _flat_boxes(shape[1:], 0, tail))
+
+
+def flat_parts(box: Box, frame: Box) -> Iterator[Box]:
+    """Yields the parts of `box` that are each contiguous in `frame`, a row-major buffer, in order.
+
+    There are as few as possible. `box` lies in `frame`.
+    """
+    dim = len(box.sizes) - 1
+    while dim > 0 and box.sizes[dim] == frame.sizes[dim]:
+        dim -= 1
+    lead = [range(o, o + n) for o, n in zip(box.offsets[:dim], box.sizes[:dim], strict=True)]
+    for index in itertools.product(*lead):
+        yield Box((*index, *box.offsets[dim:]), (*(1,) * dim, *box.sizes[dim:]))
 
 
 def bands(box: Box, max_numel: int, cuts: Sequence[int] = ()) -> Iterator[Box]:

@@ -1,4 +1,4 @@
-"""Divides streamed files among processes: whole files, and ranges of parts of long files.
+"""Divides a plan among processes: by parts of streamed files, or by who holds the source.
 
 On a disk, every process can write anywhere, and a share is a range of the plan (`schedule.shares`).
 An object store takes files in parts, so there a share consists of parts. This module does no I/O.
@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from ckpt_tools.core.box import Box, flat_range_boxes, flat_start
+from ckpt_tools.core.box import (
+    Box,
+    Overlap,
+    OverlapList,
+    flat_parts,
+    flat_range_boxes,
+    flat_start,
+)
 from ckpt_tools.core.plan import Plan, Slot, Target, TensorPlan, plan_overlaps
 
 Regions = Mapping[str, tuple[int, int]]  # by file: bytes `start <= i < stop`
@@ -114,6 +121,35 @@ def _target(target: Target, regions: Regions) -> Target:
         ),
         trailers=tuple(t for t in target.trailers if t.file in regions),
     )
+
+
+def within_held(plan: Plan, held: Mapping[str, int], rank: int, in_runs: bool) -> Plan:
+    """Returns the part of a plan that reads the files which a rank holds. Its target is the whole.
+
+    Args:
+        plan: the plan to divide.
+        held: the rank that holds each file of the source. Rank 0 reads the others.
+        rank: the rank.
+        in_runs: cut what is not contiguous in its file. If not, its slots have no place there.
+    """
+    tensors = []
+    for tensor in plan.tensors:
+        mine = {
+            i for i, chunk in enumerate(tensor.chunks) if held.get(chunk.extent.file, 0) == rank
+        }
+        slots, overlaps = list[Slot](), list[Overlap]()
+        for overlap in tensor.overlaps:
+            if overlap.src not in mine:
+                continue
+            slot, itemsize = tensor.slots[overlap.dst], tensor.dst_dtype.itemsize
+            runs = flat_parts(overlap.box, slot.box) if in_runs else (overlap.box,)
+            for box in runs:
+                at = flat_start(box.within(slot.box), slot.box.sizes) * itemsize
+                overlaps.append(Overlap(overlap.src, len(slots), box))
+                slots.append(Slot(box, slot.file, slot.start + at))
+        if slots:
+            tensors.append(replace(tensor, slots=tuple(slots), overlaps=OverlapList(overlaps)))
+    return replace(plan, tensors=tuple(tensors))
 
 
 def cut_slot(tensor: TensorPlan, slot: Slot, ranges: Sequence[tuple[int, int]]) -> Iterator[Slot]:

@@ -313,7 +313,7 @@ class WriteSink:
                     crc = join_crc32((p.crc32, p.nbytes) for p in cells or inside)
                     around += [(trailer.start, trailer.render(crc)) for trailer in behind]
             pieces += [self._put(name, start, data) for start, data in _joined(around)]
-            checksums[name] = _join_file(name, pieces, self._whole.file_sizes[name])
+            checksums[name] = join_file(name, pieces, self._whole.file_sizes[name])
             if name in self._known_slots and isinstance(writer := self._writers[name], PartsWriter):
                 writer.expect(checksums[name])
         self._finish_writers()
@@ -419,7 +419,7 @@ def _joined(frames: Iterable[tuple[int, bytes]]) -> Iterable[tuple[int, bytes]]:
         yield start, b"".join(parts)
 
 
-def _join_file(name: str, pieces: list[HashedRange], nbytes: int) -> int:
+def join_file(name: str, pieces: list[HashedRange], nbytes: int) -> int:
     """Returns a file's checksum from its pieces.
 
     The pieces must tile the file: every byte is written exactly once.

@@ -93,12 +93,16 @@ _MAX_LISTED = 300  # folders per level, in a store where each costs a request
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An opened checkpoint: its path or URL, store, format, and complete catalog."""
+    """An opened checkpoint: its path or URL, store, format, and complete catalog.
+
+    `held` has the rank that holds each file, if the files lie in the memory of a job's ranks.
+    """
 
     path: str
     store: Store
     format: Format
     catalog: Catalog
+    held: Mapping[str, int] | None = None
 
     @property
     def name(self) -> str:

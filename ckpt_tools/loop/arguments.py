@@ -66,5 +66,9 @@ def check_manager(
     check_count("keep_last", keep_last, ValueError, or_none="to keep all steps")
     check_count("save_every", save_every, ValueError, or_none=True)
     check_seconds("save_every_s", save_every_s)
+    check_timeout(timeout_s)
+
+
+def check_timeout(timeout_s: float) -> None:
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s: expected a number of seconds above 0, got {timeout_s!r}")

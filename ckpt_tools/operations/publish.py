@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Unpack, cast
 
 from ckpt_tools.core.box import whole
+from ckpt_tools.core.catalog import other_names
 from ckpt_tools.core.plan import Literal, Slot, Target
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, PlanError, printable, redacted
 from ckpt_tools.formats import safetensors
@@ -39,14 +40,14 @@ from ckpt_tools.operations.convert.convert import convert_source, prepare
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.convert.options import Conversion, check_request
 from ckpt_tools.operations.old_versions import remove_old
-from ckpt_tools.publish.delta import DeltaCounts, DeltaDestination
-from ckpt_tools.publish.manifest import SealedTensor
+from ckpt_tools.publish.delta import DELTA_FILES, DeltaCounts, DeltaDestination, DeltaJob
+from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.sealed_source import checked_manifest, open_sealed
-from ckpt_tools.ranks.base import ALONE
+from ckpt_tools.ranks.base import ALONE, Group
 from ckpt_tools.storage import PinnedStore, Store, is_url, local_path, read, write_file
 from ckpt_tools.transfer.options import Path_, Reading
 from ckpt_tools.transfer.result import TransferResult
-from ckpt_tools.transfer.transfer import transfer
+from ckpt_tools.transfer.transfer import TransferRequest, transfer
 
 _CONFIG = "config.json"
 _MAX_BESIDE_BYTES = 64 << 20  # longer files beside the model are not sealed with a delta
@@ -133,50 +134,137 @@ def publish_version(src: Path_, root: Path_, **how: Unpack[Publication]) -> Publ
         PlanError: the model is not that of the version before; the message lists what differs.
         CheckpointError: see the tree in `errors`. Then no version was added.
     """
+    if (how.get("group") or ALONE).size > 1:
+        raise PlanError(
+            "one process publishes a version of a checkpoint",
+            hint="run it without torchrun; a Publisher publishes the model of a job",
+        )
     result = _publish(src, root, how)
     keep_last = how.get("keep_last")
     if keep_last is None:
         return result
     if result.is_dry_run:
         return replace(result, notes=[*result.notes, "a dry run looks at no old versions"])
-    url = local_path(root).rstrip("/")
+    return without_old(result, root, keep_last, how.get("storage_options"))
+
+
+def without_old(
+    result: PublishResult, root: Path_, keep_last: int, options: Mapping[str, Any] | None
+) -> PublishResult:
+    """Removes the versions that the newest `keep_last` do not need.
+
+    Returns:
+        The result, with these versions, and with a note if they could not be removed: the new
+        version is published in any case.
+    """
     removed: Sequence[int] = ()
     try:
-        removed, notes = remove_old(url, keep_last, how.get("storage_options"))
-    except CheckpointError as error:  # the version is published
+        removed, notes = remove_old(local_path(root).rstrip("/"), keep_last, options)
+    except CheckpointError as error:
         notes = [f"old versions stay: {printable(str(error))}"]
     return replace(result, removed=removed, notes=[*result.notes, *notes])
 
 
-def _publish(src: Path_, root: Path_, how: Publication) -> PublishResult:
-    began = time.monotonic()
-    _check(how)
-    url = local_path(root).rstrip("/")
-    options = how.get("storage_options")
-    _refuse_model(url, options)
-    numbers = versions_in(url, options)
-    last, base = (numbers[-1] if numbers else 0), how.get("base")
-    number, to = last + 1, f"{url}/{version_name(last + 1)}"
-    is_full, old = bool(how.get("full")), None
+def publish_part(
+    source: Source, root: Path_, how: Publication, job: DeltaJob, needs_chain: bool
+) -> PublishResult:
+    """Publishes the model in the memory of a job's ranks. All ranks call it.
+
+    Args:
+        source: the model. This rank can read its own part.
+        root, how: as for `publish_version`; but `keep_last` is left to the caller.
+        job: the ranks. Its baseline is that of the new version afterwards.
+        needs_chain: raise if the version before cannot be read. Else a complete version is
+            published, with a note.
+
+    Raises:
+        CheckpointError: as for `publish_version`. Then no version was added.
+    """
     try:
-        old = _open_before(url, last, base, options)
-    except CheckpointError:  # a complete version needs none below it
-        if not is_full:
-            raise
+        return _publish(source, root, {**how, "group": job.group}, job, needs_chain)
+    except BaseException:
+        if job.baseline is not None:
+            job.baseline.forget()
+        raise
+
+
+def _publish(
+    src: Path_ | Source,
+    root: Path_,
+    how: Publication,
+    job: DeltaJob | None = None,
+    needs_chain: bool = True,
+) -> PublishResult:
+    began, group = time.monotonic(), ALONE if job is None else job.group
+    check_publication(how)
+    url = local_path(root).rstrip("/")
+    options, base, numbers = how.get("storage_options"), how.get("base"), list[int]()
+    with group.phase("look at the versions"):
+        if group.rank == 0:
+            _refuse_model(url, options)
+            numbers = versions_in(url, options)
+    numbers = group.broadcast(numbers, "look at the versions")
+    last = numbers[-1] if numbers else 0
+    number, to = last + 1, f"{url}/{version_name(last + 1)}"
+    is_full = bool(how.get("full"))
+    old, sealed, problem = _look_before(
+        url, last, base, options, group, may_begin_anew=is_full or not needs_chain
+    )
     with ExitStack() as stack:
         if old is not None:
             stack.callback(old.store.close)
-        sealed = None if old is None else checked_manifest(old)
-        conversion = _conversion(how, src, old, to, stack)
-        source, _ = open_sealed(src, options, lay_beside(how.get("shapes")))
-        check_needed(how.get("shapes"), source.catalog)
+        with group.phase("open the model"):
+            conversion = _conversion(how, src, old, to, stack)
+            if isinstance(src, Source):
+                source = src
+            else:
+                source, _ = open_sealed(src, options, lay_beside(how.get("shapes")))
+                check_needed(how.get("shapes"), source.catalog)
         is_due = is_full or _num_deltas(old) >= (how.get("full_every") or math.inf)
-        if is_due or old is None:
-            about = {"version": number}
-            result = convert_source(source, to, "hf", conversion, "publish", about=about)
-            return _result_of(result, number, None, None, began)
-        was = {} if sealed is None else sealed.tensors
-        return _publish_delta(source, old, was, to, number, how, conversion, began)
+        if not is_due and old is not None:
+            return _publish_delta(source, old, sealed, to, number, how, conversion, began, job)
+        about = {"version": number}
+        result = convert_source(source, to, "hf", conversion, "publish", about=about)
+        if problem and not is_full:
+            why = f"it is complete, because the version before cannot be read: {problem}"
+            result = replace(result, notes=(*result.notes, why))
+        return _result_of(result, number, None, None, began)
+
+
+def _look_before(
+    url: str,
+    last: int,
+    base: Path_ | None,
+    options: Mapping[str, Any] | None,
+    group: Group,
+    may_begin_anew: bool,
+) -> tuple[Source | None, Manifest | None, str]:
+    """Opens the version before, on all ranks.
+
+    Returns:
+        The version, its manifest, and why it cannot be read. Then there is neither.
+
+    Raises:
+        CheckpointError: it cannot be read, and no complete version may be published instead.
+    """
+    old = sealed = own = None
+    try:
+        old = _open_before(url, last, base, options)
+        sealed = None if old is None else checked_manifest(old)
+    except CheckpointError as error:
+        own = error
+    told = group.all_gather("" if own is None else str(own), "open the version before")
+    problem = next(filter(None, told), "")
+    if not problem:
+        return old, sealed, ""
+    if old is not None:
+        old.store.close()
+    if not may_begin_anew:
+        raise own or PlanError(
+            f"another rank cannot read the version before: {problem}",
+            hint="every rank must see the same files under ROOT",
+        )
+    return None, None, problem
 
 
 def _open_before(
@@ -200,7 +288,12 @@ def _refuse_model(url: str, options: Mapping[str, Any] | None) -> None:
             )
 
 
-def _check(how: Publication) -> None:
+def check_publication(how: Publication) -> None:
+    """Refuses values that no publication takes.
+
+    Raises:
+        PlanError: with the option.
+    """
     for key, known in (("encoding", ENCODINGS), ("checksum", CHECKSUMS)):
         if (value := how.get(key)) is not None and value not in known:
             raise PlanError(
@@ -209,12 +302,10 @@ def _check(how: Publication) -> None:
     for key in ("full_every", "keep_last"):
         if (number := how.get(key)) is not None and (type(number) is not int or number < 1):
             raise PlanError(f"{key}: expected a number from 1 on, got {printable(repr(number))}")
-    if (how.get("group") or ALONE).size > 1:
-        raise PlanError("one process publishes a version", hint="run it without torchrun")
 
 
 def _conversion(
-    how: Publication, src: Path_, old: Source | None, to: str, stack: ExitStack
+    how: Publication, src: Path_ | Source, old: Source | None, to: str, stack: ExitStack
 ) -> Conversion:
     """Returns how the model is converted. The config comes from `base`, a version, or the source.
 
@@ -224,7 +315,13 @@ def _conversion(
     base, options = how.get("base"), how.get("storage_options")
     if base is None:
         with suppress(CheckpointError):
-            folder = old.folder if old is not None else open_folder(local_path(src), options)
+            folder = (
+                old.folder
+                if old is not None
+                else src.folder
+                if isinstance(src, Source)
+                else open_folder(local_path(src), options)
+            )
             given |= {"base": _local(folder, stack)} if _CONFIG in folder.list_files() else {}
     elif is_url(local_path(base)):
         given["base"] = _local(open_folder(local_path(base), options), stack)
@@ -256,32 +353,59 @@ def _local(folder: Store, stack: ExitStack) -> str:
 def _publish_delta(
     source: Source,
     old: Source,
-    sealed: Mapping[str, SealedTensor],
+    sealed: Manifest | None,
     to: str,
     number: int,
     how: Publication,
     conversion: Conversion,
     began: float,
+    job: DeltaJob | None,
 ) -> PublishResult:
-    request, parts = prepare(
-        source, to, "hf", conversion, "publish", about={"version": number, "base": number - 1}
-    )
-    _compare(request.layout, old)
-    said = ""
-    if number == 1:
-        base = str(how.get("base"))
-        said = base if is_url(base) else os.path.realpath(local_path(base))
-    index = DeltaIndex(
-        number,
-        number - 1,
-        how.get("encoding") or XOR,
-        how.get("checksum") or XXH3,
-        {},
-        said,
-    )
-    place, form = DeltaDestination(request.dst, old, sealed, index), _AsBefore(old)
+    with (ALONE if job is None else job.group).phase(f"plan version {number}"):
+        request, parts = prepare(
+            source, to, "hf", conversion, "publish", about={"version": number, "base": number - 1}
+        )
+        tied = _only_tied(request, old)
+        if tied:
+            kept = [tensor for tensor in request.layout.tensors if tensor.fqn not in tied]
+            request = replace(request, layout=replace(request.layout, tensors=kept))
+            pairs = ", ".join(f"{printable(name)} ({printable(to)})" for name, to in tied.items())
+            parts.notes.append(
+                f"other names of tensors are left out, as in the version before: {pairs}"
+            )
+        _compare(request.layout, old)
+        said = ""
+        if number == 1:
+            base = str(how.get("base"))
+            said = base if is_url(base) else os.path.realpath(local_path(base))
+        index = DeltaIndex(
+            number,
+            number - 1,
+            how.get("encoding") or XOR,
+            how.get("checksum") or XXH3,
+            {},
+            said,
+        )
+        was = {} if sealed is None else sealed.tensors
+        place, form = DeltaDestination(request.dst, old, was, index, job), _AsBefore(old)
     layout = replace(request.layout, files={}, aliases={})
-    result = transfer(replace(request, dst=place, format=cast(Format, form), layout=layout))
+    baseline = None if job is None else job.baseline
+    if baseline is not None:
+        baseline.begin("" if sealed is None else sealed.attempt)
+    attempts, about = list[str](), dict(request.about)
+
+    def prove(group: Group) -> None:
+        if request.prove is not None:
+            request.prove(group)
+        attempts.append(place.finish(group))
+        about[DELTA_FILES] = {name: list(file[:2]) for name, file in place.written.items()}
+
+    wanted = replace(
+        request, dst=place, format=cast(Format, form), layout=layout, prove=prove, about=about
+    )
+    result = transfer(wanted)
+    if baseline is not None:
+        baseline.advance(attempts[-1])
     if form.unsealed:
         names = printable(", ".join(form.unsealed[:_SHOWN]))
         parts.notes.append(f"too long to be sealed with a delta: {names}")
@@ -326,6 +450,19 @@ class _AsBefore:
             extent = self._tensors[tensor.fqn].chunks[0].extent
             slots[tensor.fqn] = (Slot(whole(tensor.shape), extent.file, extent.start),)
         return Target(self.NAME, self._sizes, slots, tuple(self._literals), index=self._index)
+
+
+def _only_tied(request: TransferRequest, old: Source) -> dict[str, str]:
+    """Returns the tensors of a model that the version before has under another name, with it."""
+    same = other_names(request.catalog)
+    pairs = [*same.items(), *((other, name) for name, other in same.items())]
+    there = old.catalog.tensors
+    wanted = {tensor.fqn for tensor in request.layout.tensors}
+    return {
+        name: other
+        for name, other in pairs
+        if name in wanted and name not in there and other in there and other in wanted
+    }
 
 
 def _compare(layout: Request, old: Source) -> None:

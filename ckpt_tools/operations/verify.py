@@ -160,7 +160,7 @@ def _verify(
     work.notes += note_on_others(src, work.store)
     began = time.monotonic()
     problems, unknown = work.compare(quick) if work.manifest else work.examine_all(quick)
-    if work.manifest is None and not quick and not problems and work.format is safetensors:
+    if not quick and not problems and work.format is safetensors:
         problems = _compare_changes(work, num_threads(options.get("jobs")))
     if not problems and not work.num_entries and not (work.catalog and work.catalog.unread):
         problems = [Problem("", "it holds no tensor and no object, so there is nothing to verify")]
@@ -190,12 +190,19 @@ def _verify(
 
 
 def _compare_changes(work: Verification, jobs: int) -> list[Problem]:
-    """Compares what a delta without a manifest changes with the checksums of its publisher."""
+    """Compares the own files of a delta with its manifest.
+
+    Without a manifest, it compares what the delta changes with the checksums of its publisher.
+    """
     from ckpt_tools.formats.deltas.chain import as_patched, wrong_tensors  # with zstd
+    from ckpt_tools.publish.delta import wrong_files
 
     version = as_patched(folder_of(work.store)[0])
     if version is None:
         return []
+    if work.manifest is not None:
+        with version.layers[-1].opened() as store:
+            return [Problem(file, why) for file, why in wrong_files(store).items()]
     work.notes.append("changed tensors were compared with the publisher's checksums")
     what = "is not what the publisher noted: the changes or the model below are others"
     return [Problem(version.changed[n].file, what, n) for n in wrong_tensors(version, jobs)]

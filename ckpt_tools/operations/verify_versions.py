@@ -12,6 +12,7 @@ from ckpt_tools.formats.deltas.chain import damaged_frames
 from ckpt_tools.formats.deltas.layout import read_delta_index, version_name
 from ckpt_tools.formats.registry import open_folder
 from ckpt_tools.publish.check_manifest import Problem
+from ckpt_tools.publish.delta import wrong_files
 
 
 def look_at_versions(
@@ -54,6 +55,9 @@ def look_at_versions(
             frames = {} if quick else damaged_frames(store, index, num_threads(jobs))
             for fqn, why in frames.items():
                 problems.append(Problem(f"{name}/{index.weight_map[fqn]}", why, fqn))
+            told = {index.weight_map[fqn] for fqn in frames}
+            for file, why in () if quick else wrong_files(store).items():
+                problems += [] if file in told else [Problem(f"{name}/{file}", why)]
         except CheckpointError as error:
             problems.append(Problem(name, f"cannot be read: {error}"))
         finally:

@@ -13,13 +13,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ckpt_tools.core.plan import Literal
+from ckpt_tools.core.plan import Literal, Target
 from ckpt_tools.engine.partition import Regions
 from ckpt_tools.errors import StorageError
 from ckpt_tools.storage import Capabilities, Store, WritableStore, Writer
 from ckpt_tools.storage.object_info import ObjectInfo
 
 if TYPE_CHECKING:
+    from ckpt_tools.engine.sinks import WriteSink
     from ckpt_tools.storage.s3.open_uploads import OpenUpload
 
 
@@ -110,6 +111,11 @@ class Attempt(ABC):
     @abstractmethod
     def writable(self) -> WritableStore:
         """Returns the store that accepts the files."""
+
+    def sink(self, target: Target) -> WriteSink | None:
+        """Returns what takes the values of the target instead of its files; None for nothing."""
+        del target
+        return None
 
     @abstractmethod
     def files(self) -> Store:
@@ -299,11 +305,13 @@ class Destination(ABC):
         url: its path or URL.
         names_attempts: the names of data files contain the id of the attempt.
         needs_index: readers see each file at once, and the index makes it a checkpoint.
+        takes_boxes: a process may bring any box of a tensor, which no file has in one piece.
     """
 
     url: str
     names_attempts = False
     needs_index = False
+    takes_boxes = False
 
     @abstractmethod
     def exists(self) -> bool:

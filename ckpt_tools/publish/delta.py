@@ -15,28 +15,64 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import NamedTuple
 
 import numpy as np
 
-from ckpt_tools.core.checksum import crc64nvme
-from ckpt_tools.core.plan import Literal
+from ckpt_tools.core.catalog import Catalog
+from ckpt_tools.core.checksum import crc64nvme, hex64
+from ckpt_tools.core.plan import Literal, Target
 from ckpt_tools.engine.kernels import Bytes
-from ckpt_tools.engine.sinks import empty_bytes
-from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable
+from ckpt_tools.engine.sinks import WriteSink, empty_bytes
+from ckpt_tools.errors import FormatError, PlanError, StorageError, printable
 from ckpt_tools.formats.deltas.encoding import Encoder, check_size, new_hasher
 from ckpt_tools.formats.deltas.layout import DeltaIndex
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.formats.safetensors import INDEX
 from ckpt_tools.publish.base import Attempt, Destination
-from ckpt_tools.publish.manifest import SealedTensor
-from ckpt_tools.storage import Capabilities, Store, WritableStore, Writer, is_url
+from ckpt_tools.publish.delta_changes import Baseline, ChangeFinder, ChangeSink
+from ckpt_tools.publish.delta_frames import FrameFile, parts_of, wrong_before
+from ckpt_tools.publish.delta_join import ChangeJoiner
+from ckpt_tools.publish.find_manifest import find_manifest
+from ckpt_tools.publish.manifest import SealedFile, SealedTensor
+from ckpt_tools.ranks.base import Group
+from ckpt_tools.storage import Capabilities, Store, WritableStore, Writer, is_url, read
 
-_FILE = "model-00001-of-00001.safetensors"
+DELTA_FILES = "delta_files"  # in a manifest's `source`: bytes and CRC-64 of the files of changes
+_FILE = "model-{:05d}-of-{:05d}.safetensors"  # rank, and number of ranks
 _IN_MEMORY_BYTES = 8 << 20  # of the frame of a tensor in work; longer ones wait on a disk
 _WAITING_BYTES = 32 << 20  # of a tensor's tiles that came before their turn
-_PATIENCE_S = 2.0  # the thread with the tile before may have failed
 _COPY_BYTES = 8 << 20
+_PATIENCE_S = 2.0  # the thread with the tile before may have failed
+
+
+def wrong_files(store: Store) -> dict[str, str]:
+    """Returns the files of a delta that are not as they were written, with the reason.
+
+    It reads them as a whole. Without a manifest of ours, it knows of none.
+
+    Raises:
+        CheckpointError: one cannot be read, or the manifest is malformed.
+    """
+    manifest, found = find_manifest(store), {}
+    told = {} if manifest is None else manifest.source.get(DELTA_FILES, {})
+    try:
+        sealed = [(str(name), int(nbytes), str(crc)) for name, (nbytes, crc) in told.items()]
+    except (AttributeError, TypeError, ValueError) as error:
+        where = printable(store.url)
+        raise FormatError(
+            f"the manifest of a delta is malformed: {DELTA_FILES} ({where})"
+        ) from error
+    for name, nbytes, expected in sealed:
+        sizes, crc = store.list_files(), 0
+        if sizes.get(name) != nbytes:
+            found[name] = f"expected {nbytes:,} bytes, got {sizes.get(name, 'no file')}"
+            continue
+        for start in range(0, nbytes, _COPY_BYTES):
+            crc = crc64nvme(read(store, name, start, min(_COPY_BYTES, nbytes - start)), crc)
+        if hex64(crc) != expected:
+            found[name] = f"its bytes are not those that were published: CRC-64 is {hex64(crc)}"
+    return found
 
 
 @dataclass
@@ -55,9 +91,39 @@ class DeltaCounts:
     changed_nbytes: int = 0
     written_nbytes: int = 0
 
+    @classmethod
+    def of(cls, catalog: Catalog) -> DeltaCounts:
+        """Returns the counts of a model of which nothing has changed."""
+        tensors = catalog.tensors.values()
+        return cls(len(tensors), sum(entry.nbytes for entry in tensors))
+
+    def add(self, counts: DeltaCounts) -> None:
+        """Adds the changes that another rank has found in the same model."""
+        self.num_tensors, self.nbytes = counts.num_tensors, counts.nbytes
+        self.num_changed += counts.num_changed
+        self.changed_nbytes += counts.changed_nbytes
+
+
+class DeltaJob(NamedTuple):
+    """The ranks of a job that publish together.
+
+    Attributes:
+        group: all ranks.
+        baseline: this rank's bytes of the version before; None to read them each time.
+        jobs: threads of this rank.
+    """
+
+    group: Group
+    baseline: Baseline | None
+    jobs: int
+
 
 class DeltaDestination(Destination):
     """A place for a delta. Those who write here write the files of the complete version."""
+
+    _attempt: _DeltaAttempt | None = None
+    takes_boxes = True
+    written: dict[str, SealedFile]  # on rank 0, after `finish`
 
     def __init__(
         self,
@@ -65,6 +131,7 @@ class DeltaDestination(Destination):
         before: Source,
         sealed: Mapping[str, SealedTensor],
         index: DeltaIndex,
+        job: DeltaJob | None = None,
     ):
         """Takes the version before.
 
@@ -73,7 +140,9 @@ class DeltaDestination(Destination):
             before: the version before, with each tensor in one place.
             sealed: its tensors as its manifest has them, to compare the old bytes with.
             index: what the index will say; its `weight_map` is ignored.
+            job: the ranks, if each has a part of the new bytes.
         """
+        self._job, self.written = job, {}
         self._inner, self._before, self._index = inner, before, index
         self._sealed = {name: int(tensor.fingerprint, 16) for name, tensor in sealed.items()}
         self.url = inner.url
@@ -106,12 +175,18 @@ class DeltaDestination(Destination):
 
     @contextmanager
     def _staged(self, staged: AbstractContextManager[Attempt]) -> Iterator[Attempt]:
+        with staged as attempt, self._encoders() as encoders:
+            yield self._begun(attempt, encoders)
+
+    def _encoders(self) -> _Encoders | _JobEncoders:
         folder = None if is_url(self.url) else os.path.dirname(os.path.abspath(self.url))
-        with (
-            staged as attempt,
-            _Encoders(self._before, self._sealed, self._index, folder) as encoders,
-        ):
-            yield _DeltaAttempt(attempt, self, encoders, self._index)
+        if self._job is None:
+            return _Encoders(self._before, self._sealed, self._index, folder)
+        return _JobEncoders(self._before, self._sealed, self._index, folder, self._job)
+
+    def _begun(self, inner: Attempt, encoders: _Encoders | _JobEncoders) -> _DeltaAttempt:
+        self._attempt = attempt = _DeltaAttempt(inner, self, encoders, self._index)
+        return attempt
 
     def stage(
         self,
@@ -124,27 +199,47 @@ class DeltaDestination(Destination):
         del single, kept_glob, takes_over
         return self._staged(self._inner.stage(attempt, overwrite))
 
-    def data_name(self, attempt: str) -> str:
-        """Returns the name of the file with the changes."""
-        return self._inner.name(_FILE, attempt)
+    def data_name(self, attempt: str, group: Group) -> str:
+        """Returns the name of the file with this rank's frames."""
+        return self._inner.name(_FILE.format(group.rank + 1, group.size), attempt)
 
     def join(self, attempt: str, single: str = "", shares_files: bool = False) -> Attempt:
-        del attempt, single, shares_files
-        raise PlanError("one process publishes a delta", hint="run it without torchrun")
+        del single, shares_files  # each rank has a file of its own
+        if self._job is None:
+            raise PlanError("one process publishes a delta", hint="run it without torchrun")
+        return self._begun(self._inner.join(attempt), self._encoders())
+
+    def finish(self, group: Group) -> str:
+        """Makes the frames and writes them, when all bytes have come. All ranks call it.
+
+        Returns:
+            The id of the attempt.
+        """
+        assert self._attempt is not None
+        self._attempt.finish(group)
+        return self._attempt.attempt
 
 
 class _DeltaAttempt(Attempt):
     folder = None
 
     def __init__(
-        self, inner: Attempt, place: DeltaDestination, encoders: _Encoders, index: DeltaIndex
+        self,
+        inner: Attempt,
+        place: DeltaDestination,
+        encoders: _Encoders | _JobEncoders,
+        index: DeltaIndex,
     ) -> None:
         self.attempt, self._inner, self._place = inner.attempt, inner, place
         self._encoders, self._index = encoders, index
+        self._weight_map: dict[str, str] = {}
 
     @property
     def writable(self) -> WritableStore:
-        return self._encoders
+        return self._encoders.writable(self._inner)
+
+    def sink(self, target: Target) -> WriteSink | None:
+        return self._encoders.sink(self._inner, target)
 
     def files(self) -> Store:
         return self._inner.files()
@@ -163,70 +258,61 @@ class _DeltaAttempt(Attempt):
         self, manifest: Literal | None, index: Literal | None, files: Mapping[str, int]
     ) -> list[str]:
         del index, files  # of the complete version: they are not written
-        frames, counts = self._encoders.finished(), self._place.counts
-        name, written = self._place.data_name(self.attempt), {}
-        if frames.table:
-            header = frames.header()
-            written[name] = len(header) + frames.nbytes
-            writer = self._inner.writable.create(name, written[name])
-            try:
-                writer.write_at(0, header)
-                at = len(header)
-                for piece in frames.pieces():
-                    writer.write_at(at, piece)
-                    at += len(piece)
-                writer.finish()
-            except BaseException:
-                writer.abort()
-                raise
-        about = self._index._replace(weight_map=dict.fromkeys(frames.table, name))
+        about = self._index._replace(weight_map=dict(sorted(self._weight_map.items())))
         text = json.dumps(about.render(), indent=1).encode("ascii")
-        for key, value in vars(self._encoders.counts).items():
-            setattr(counts, key, value)
-        counts.written_nbytes = sum(written.values()) + len(text)
-        self._inner.sync()
+        written = {name: file.nbytes for name, file in self._place.written.items()}
+        self._place.counts.written_nbytes = sum(written.values()) + len(text)
         return self._inner.publish(manifest, Literal(INDEX, 0, text), written)
 
+    def finish(self, group: Group) -> None:
+        """Makes this rank's frames and writes them. Rank 0 notes those of all ranks."""
+        self._encoders.finish(group)
+        with group.phase("write the changes"):
+            frames, name = self._encoders.frames, self._place.data_name(self.attempt, group)
+            written = frames.write(self._inner.writable, name)
+            self._inner.sync()
+        frames.close()
+        mine = written, tuple(frames.table), self._encoders.counts
+        for files, names, counts in group.gather(mine, "gather the changes"):
+            self._place.written |= files
+            self._weight_map |= dict.fromkeys(names, next(iter(files), ""))
+            self._place.counts.add(counts)
 
-class _Frames:
-    """The finished frames one after the other, in a file without a name."""
 
-    def __init__(self, folder: str | None) -> None:
-        self._file: IO[bytes] = tempfile.TemporaryFile(prefix="ckpt-", dir=folder)  # noqa: SIM115  # see `close`
-        self._lock = threading.Lock()
-        self.table: dict[str, tuple[int, int, str]] = {}  # start, end and checksum by tensor
-        self.nbytes = 0
+class _TensorPlaces:
+    """Finds the tensors in a range of a file. Each tensor lies in one place."""
 
-    def add(self, name: str, frame: IO[bytes], checksum: str) -> None:
-        """Adds the frame of a tensor."""
-        frame.seek(0)
-        with self._lock:
-            start = self.nbytes
-            while piece := frame.read(_COPY_BYTES):
-                self._file.write(piece)
-                self.nbytes += len(piece)
-            self.table[name] = start, self.nbytes, checksum
+    def __init__(self, catalog: Catalog) -> None:
+        self._places: dict[str, list[tuple[int, int, str]]] = {}
+        for name, entry in catalog.tensors.items():
+            extent = entry.chunks[0].extent
+            if extent.nbytes:
+                place = extent.start, extent.nbytes, name
+                self._places.setdefault(extent.file, []).append(place)
+        for places in self._places.values():
+            places.sort()
 
-    def header(self) -> bytes:
-        """Returns the header of a safetensors file with these frames."""
-        about = {
-            name: {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]}
-            for name, (start, end, _) in self.table.items()
-        }
-        checksums = {name: checksum for name, (*_, checksum) in self.table.items()}
-        text = json.dumps({"__metadata__": checksums, **about}).encode("ascii")
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+    def names(self) -> set[str]:
+        """Returns the tensors that have bytes."""
+        return {name for places in self._places.values() for *_, name in places}
 
-    def pieces(self) -> Iterator[bytes]:
-        """Yields all frames."""
-        self._file.seek(0)
-        while piece := self._file.read(_COPY_BYTES):
-            yield piece
+    def find(
+        self, file: str, start: int, data: memoryview
+    ) -> Iterator[tuple[str, int, int, int, memoryview]]:
+        """Yields the parts of a range that belong to tensors.
 
-    def close(self) -> None:
-        """Gives up the room."""
-        self._file.close()
+        Yields:
+            The tensor, its first byte in the file, its bytes, and the part: its first byte in the
+            tensor, and its data.
+        """
+        places = self._places.get(file, [])
+        at = max(0, bisect_right(places, (start, 1 << 62)) - 1)
+        for first, nbytes, name in places[at:]:
+            if first >= start + len(data):
+                return
+            low, high = max(start, first), min(start + len(data), first + nbytes)
+            if low < high:
+                yield name, first, nbytes, low - first, data[low - start : high - start]
 
 
 class _Tensor:
@@ -266,22 +352,11 @@ class _Encoders:
         self._before, self._sealed, self._index = before, sealed, index
         catalog = before.catalog
         self._folder = folder
-        self._frames, self._lock, self._own = _Frames(folder), threading.Lock(), threading.local()
-        self.counts = DeltaCounts()
+        self.frames, self._lock, self._own = FrameFile(folder), threading.Lock(), threading.local()
+        self.counts = DeltaCounts.of(catalog)
         self._work: dict[str, _Tensor] = {}
-        self._places: dict[str, list[tuple[int, int, str]]] = {}
-        for name, entry in catalog.tensors.items():
-            extent = entry.chunks[0].extent
-            if extent.nbytes:
-                place = extent.start, extent.nbytes, name
-                self._places.setdefault(extent.file, []).append(place)
-        for places in self._places.values():
-            places.sort()
-        self._left = {name for places in self._places.values() for *_, name in places}
-        self.counts.num_tensors, self.counts.nbytes = (
-            len(catalog.tensors),
-            sum(entry.nbytes for entry in catalog.tensors.values()),
-        )
+        self._places = _TensorPlaces(catalog)
+        self._left = self._places.names()
 
     def __enter__(self) -> _Encoders:
         return self
@@ -289,32 +364,34 @@ class _Encoders:
     def __exit__(self, *_: object) -> None:
         for tensor in self._work.values():
             tensor.close()
-        self._frames.close()
+        self.frames.close()
+
+    def writable(self, inner: Attempt) -> WritableStore:
+        del inner  # files of the complete version come here
+        return self
+
+    def sink(self, inner: Attempt, target: Target) -> WriteSink | None:
+        del inner, target
+        return None
 
     def create(self, path: str, nbytes: int) -> Writer:
         del nbytes
         return _DeltaWriter(self, path)
 
-    def finished(self) -> _Frames:
-        """Returns the frames.
+    def finish(self, group: Group) -> None:
+        """Makes sure that all bytes have come.
 
         Raises:
-            StorageError: some bytes never came.
+            StorageError: some never came.
         """
+        del group  # this process alone
         if self._left:
             raise StorageError(f"a tensor is not complete: {printable(min(self._left))!r}")
-        return self._frames
 
     def put(self, file: str, start: int, data: memoryview) -> None:
         """Takes a range of a file. What is no tensor's is as before, and passes by."""
-        places = self._places.get(file, [])
-        at = max(0, bisect_right(places, (start, 1 << 62)) - 1)
-        for first, nbytes, name in places[at:]:
-            if first >= start + len(data):
-                return
-            low, high = max(start, first), min(start + len(data), first + nbytes)
-            if low < high:
-                self._add(file, first, nbytes, name, low - first, data[low - start : high - start])
+        for name, first, nbytes, low, part in self._places.find(file, start, data):
+            self._add(file, first, nbytes, name, low, part)
 
     def _add(
         self, file: str, first: int, nbytes: int, name: str, start: int, data: memoryview
@@ -364,21 +441,53 @@ class _Encoders:
 
     def _done(self, tensor: _Tensor) -> None:
         if self._sealed.get(tensor.name, tensor.old_crc64) != tensor.old_crc64:
-            raise IntegrityError(
-                f"a tensor of the version before is not what was sealed: {printable(tensor.name)!r}"
-                f" ({printable(self._before.path)})",
-                hint="restore it, or publish a complete version: --full",
-            )
+            raise wrong_before(tensor.name, self._before.path)
         if number := tensor.encoder.num_changed:
             for piece in tensor.encoder.finish():
                 tensor.frame.write(piece)
-            self._frames.add(tensor.name, tensor.frame, tensor.encoder.checksum)
+            self.frames.add(tensor.name, parts_of(tensor.frame), tensor.encoder.checksum)
         with self._lock:
             self.counts.num_changed += bool(number)
             self.counts.changed_nbytes += number
             self._left.discard(tensor.name)
             del self._work[tensor.name]
         tensor.close()
+
+
+class _JobEncoders:
+    """Takes this rank's part of the new version, and joins the changes of all ranks."""
+
+    def __init__(
+        self,
+        before: Source,
+        sealed: Mapping[str, int],
+        index: DeltaIndex,
+        folder: str | None,
+        job: DeltaJob,
+    ) -> None:
+        self._sealed, self.counts = sealed, DeltaCounts.of(before.catalog)
+        self._finder, self.frames = ChangeFinder(before, job.baseline), FrameFile(folder)
+        self._joiner = ChangeJoiner(before, index, folder, job.jobs, self.frames)
+
+    def __enter__(self) -> _JobEncoders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.frames.close()
+
+    def writable(self, inner: Attempt) -> WritableStore:
+        return inner.writable
+
+    def sink(self, inner: Attempt, target: Target) -> WriteSink | None:
+        return ChangeSink(target, inner.writable, self._finder)
+
+    def finish(self, group: Group) -> None:
+        """Compares the old bytes with their fingerprints, and makes the frames."""
+        with group.phase("prove the version before"):
+            self._finder.prove_before(group, self._sealed)
+        self._joiner.join(self._finder.changes, group)
+        self.counts.num_changed = self._joiner.num_changed
+        self.counts.changed_nbytes = self._joiner.changed_nbytes
 
 
 class _DeltaWriter:

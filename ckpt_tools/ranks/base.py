@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Protocol, TypeVar
 
@@ -52,6 +52,13 @@ class Group(Protocol):
         """Returns rank 0's value on every rank."""
         ...
 
+    def deal_objects(self, values: Sequence[T], what: str) -> list[T]:
+        """Sends each rank its item of `values`, and returns what all ranks have sent to this one.
+
+        Both lists are in the order of the ranks.
+        """
+        ...
+
 
 class _Alone:
     rank, size = 0, 1
@@ -69,6 +76,10 @@ class _Alone:
     def broadcast(self, value: T, what: str) -> T:
         del what
         return value
+
+    def deal_objects(self, values: Sequence[T], what: str) -> list[T]:
+        del what
+        return [*values]
 
 
 ALONE: Group = _Alone()

@@ -271,6 +271,25 @@ class GlooGroup(RankSet):
         found = room.numpy().view(np.uint64)
         return np.split(found, np.cumsum(counts)[:-1])
 
+    def deal_objects(self, values: Sequence[T], what: str) -> list[T]:
+        """Sends each rank its item of `values`, and returns what all ranks have sent to this one.
+
+        Both lists are in the order of the ranks.
+        """
+        if self._pg is None:
+            return [*values]
+        parts = []
+        for value in values:
+            data = pickle.dumps(value)
+            words = np.zeros((1 + -(-len(data) // 8), 1), np.uint64)
+            words[0] = len(data)
+            words[1:].view(np.uint8).reshape(-1)[: len(data)] = np.frombuffer(data, np.uint8)
+            parts.append(words)
+        return [
+            pickle.loads(words[1:].tobytes()[: int(words[0, 0])])  # noqa: S301  # from this job
+            for words in self.deal(parts, what)
+        ]
+
     def scatter(self, values: Sequence[T], what: str) -> T:
         """Returns to each rank its own item of rank 0's `values`."""
         mine: list[Any] = [values[0] if self._pg is None else None]

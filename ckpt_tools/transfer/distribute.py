@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckpt_tools.core.plan import Plan
-from ckpt_tools.engine.partition import cut_regions, within_regions
+from ckpt_tools.engine.partition import cut_regions, within_held, within_regions
 from ckpt_tools.engine.schedule import ALL, in_share, shares
 from ckpt_tools.engine.sinks import WriteSink
+from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.publish.base import Attempt, Destination, SharedStore
 from ckpt_tools.ranks.base import Group
 from ckpt_tools.storage import WritableStore
@@ -27,14 +28,21 @@ class RankWork:
     """One rank's part of a plan.
 
     On a disk, it is a share of the bytes. In an object store, it is some files, and some parts of
-    the long files.
+    the long files. If each rank holds a part of the source, it is what reads that part.
 
     Attributes:
         plan, share: what to schedule.
         taken: names of the entries of which this is a part.
     """
 
-    def __init__(self, plan: Plan, group: Group, dst: Destination) -> None:
+    def __init__(
+        self, plan: Plan, group: Group, dst: Destination, held: Mapping[str, int] | None = None
+    ) -> None:
+        """Takes the plan, and the rank that holds each file of the source if all do not.
+
+        Raises:
+            PlanError: an object store takes parts of files, and each rank holds a piece of them.
+        """
         self.on_disk, self._whole = not dst.names_attempts, plan.target
         self._shared: SharedStore | None = None
         self._regions = (
@@ -42,7 +50,16 @@ class RankWork:
             if group.size == 1 or self.on_disk
             else cut_regions(plan, group.size, part_starts if dst.takes_parts else None)[group.rank]
         )
-        if self._regions is None:
+        if held is not None and not self.on_disk:
+            raise PlanError(
+                f"ranks write files from their own memory to a disk only: {printable(dst.url)}",
+                hint="save a checkpoint first, and publish that as a complete version",
+            )
+        if held is not None:
+            in_runs = not dst.takes_boxes
+            self.plan, self.share = within_held(plan, held, group.rank, in_runs), ALL
+            self.taken = {t.fqn for t in self.plan.tensors}
+        elif self._regions is None:
             self.plan, self.share = plan, shares(plan, group.size)[group.rank]
             self.taken = {t.fqn for t in in_share(plan, self.share)}
         else:
@@ -51,6 +68,8 @@ class RankWork:
 
     def sink(self, staged: Attempt, writable: WritableStore | None = None) -> WriteSink:
         """Returns the sink for this rank. It writes to `writable`, or else to the attempt."""
+        if writable is None and (own := staged.sink(self._whole)) is not None:
+            return own
         if writable is None and self._regions is not None:
             self._shared = staged.share(self._regions)
         store = writable or self._shared or staged.writable

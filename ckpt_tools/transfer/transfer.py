@@ -225,7 +225,7 @@ class Transfer:
         jobs = num_threads(options.get("jobs"))
         budget = options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
         self.tiles, self.jobs = self.resume.cut(tile_bytes(budget, jobs), jobs, budget)
-        self.work = RankWork(self.plan, self.group, self.dst)
+        self.work = RankWork(self.plan, self.group, self.dst, self.source.held)
         mine = tuple(t for t in self.plan.tensors if t.fqn in self.work.taken)
         self.part = replace(self.plan, tensors=mine)
         self.tensors = [self.request.catalog.tensors[t.fqn] for t in mine if not t.is_object]

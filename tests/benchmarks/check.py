@@ -35,6 +35,7 @@ SCRIPTS = {
     "mlperf_storage": "@mlperf_storage.py DIR --scale 0.0002 --runs 1",
     "quantized": "quantized.py DIR --rows 256 --layers 1 --runs 1",
     "publish": "publish.py DIR --gb 0.002 --runs 1",
+    "publisher": "@publisher.py DIR --gb 0.002 --runs 1 --dim 1",
     "saving": "@saving.py DIR --gb 0.002 --runs 1 --hidden 32",
     "small": "small.py DIR --runs 2 --steps 3",
     "trust": "trust.py DIR --gb 0.001 --runs 1",

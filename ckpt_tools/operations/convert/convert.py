@@ -102,11 +102,13 @@ def convert_source(
 
     The arguments are those of `prepare`; `prove` is that of `TransferRequest`.
     """
-    request, parts = prepare(source, dst, to, how, operation, changes, about, is_unordered)
+    group = how.get("group") or ALONE
+    with group.phase("plan the conversion"):
+        request, parts = prepare(source, dst, to, how, operation, changes, about, is_unordered)
     result = transfer(request if prove is None else replace(request, prove=prove))
     is_model = how.get("model_only") or TARGETS[to].is_model
     parts.notes.extend(_notes_on(source.catalog, to, bool(is_model)))
-    if how.get("check") and not result.is_dry_run and (how.get("group") or ALONE).rank == 0:
+    if how.get("check") and not result.is_dry_run and group.rank == 0:
         parts.notes.append(
             "transformers loads it: no name missing or unexpected, every tensor as it was written"
         )

@@ -12,6 +12,7 @@ calls.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -159,6 +160,10 @@ class ModelNames:
         )
 
 
+_MOST_TOLD = 4
+_told: dict[str, tuple[Any, str]] = {}  # by configuration, the newest last
+
+
 def ask_transformers(
     base: str | os.PathLike[str], config: Mapping[str, Any]
 ) -> tuple[ModelNames | None, str]:
@@ -172,7 +177,12 @@ def ask_transformers(
         PlanError: transformers did not end.
     """
     asked = {"base": os.path.abspath(base), "architectures": config.get("architectures")}
-    told, reason = ask(_TRACE, asked)
+    key = json.dumps([asked, config], sort_keys=True, default=str)
+    if key not in _told:  # a job that publishes asks again and again
+        while len(_told) >= _MOST_TOLD:
+            _told.pop(next(iter(_told)), None)
+        _told[key] = ask(_TRACE, asked)
+    told, reason = _told[key]
     if told is None:
         return None, reason
     joined = {

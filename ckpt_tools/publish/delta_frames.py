@@ -1,0 +1,83 @@
+"""The frames of a delta: a file of them, and what is wrong with the version below it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from tempfile import TemporaryFile
+from typing import IO
+
+from ckpt_tools.core.checksum import crc64nvme, hex64
+from ckpt_tools.errors import IntegrityError, printable
+from ckpt_tools.publish.manifest import SealedFile
+from ckpt_tools.storage import WritableStore
+
+_COPY_BYTES = 8 << 20
+
+
+def wrong_before(name: str, where: str) -> IntegrityError:
+    """Returns the error of a version below a delta that is damaged."""
+    return IntegrityError(
+        f"a tensor of the version before is not what was sealed: {printable(name)!r}"
+        f" ({printable(where)})",
+        hint="restore it, or publish a complete version: --full",
+    )
+
+
+class FrameFile:
+    """The finished frames one after the other, in a file without a name."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._file: IO[bytes] = TemporaryFile(prefix="ckpt-", dir=folder)  # noqa: SIM115  # see `close`
+        self._lock = threading.Lock()
+        self.table: dict[str, tuple[int, int, str]] = {}  # start, end and checksum by tensor
+        self.nbytes = 0
+
+    def add(self, name: str, frame: Iterable[bytes], checksum: str) -> None:
+        """Adds the frame of a tensor, which comes in parts."""
+        with self._lock:
+            start = self.nbytes
+            for piece in frame:
+                self._file.write(piece)
+                self.nbytes += len(piece)
+            self.table[name] = start, self.nbytes, checksum
+
+    def write(self, to: WritableStore, name: str) -> dict[str, SealedFile]:
+        """Writes a safetensors file of all frames, if there are any, and returns it by name."""
+        if not self.table:
+            return {}
+        header = self._header()
+        writer = to.create(name, len(header) + self.nbytes)
+        try:
+            at, crc = 0, 0
+            for piece in chain((header,), parts_of(self._file)):
+                writer.write_at(at, piece)
+                at, crc = at + len(piece), crc64nvme(piece, crc)
+            writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
+        return {name: SealedFile(at, hex64(crc))}
+
+    def _header(self) -> bytes:
+        about = {
+            name: {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]}
+            for name, (start, end, _) in self.table.items()
+        }
+        checksums = {name: checksum for name, (*_, checksum) in self.table.items()}
+        text = json.dumps({"__metadata__": checksums, **about}).encode("ascii")
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def close(self) -> None:
+        """Gives up the room."""
+        self._file.close()
+
+
+def parts_of(file: IO[bytes]) -> Iterator[bytes]:
+    """Yields the contents of a file."""
+    file.seek(0)
+    while piece := file.read(_COPY_BYTES):
+        yield piece
