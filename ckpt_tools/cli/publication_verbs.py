@@ -212,6 +212,15 @@ def pull(
             show_default=False,
         ),
     ] = None,
+    receiver: Annotated[
+        str | None,
+        typer.Option(
+            "--receiver",
+            metavar="NAME",
+            help="Tell ROOT what LOCAL has, under this name: `--keep-last` keeps what it needs.",
+            show_default=False,
+        ),
+    ] = None,
     *,
     shared: Shared,
 ) -> None:
@@ -231,6 +240,7 @@ def pull(
             version=version,
             base=base,
             hook=hook,
+            receiver=receiver,
             dry_run=shared.dry_run,
             **shared.reading,
         )

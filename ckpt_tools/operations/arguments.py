@@ -94,7 +94,9 @@ _KINDS = {
         _FLAG,
     ),
     **dict.fromkeys(("select", "exclude", "keep_dtype", "rename"), _TEXTS),
-    **dict.fromkeys(("to", "optimizer", "mesh", "names", "encoding", "checksum", "hook"), _TEXT),
+    **dict.fromkeys(
+        ("to", "optimizer", "mesh", "names", "encoding", "checksum", "hook", "receiver"), _TEXT
+    ),
     **dict.fromkeys(("storage_options", "to_storage_options", "settings"), _TABLE),
     **dict.fromkeys(("atol", "rtol"), _TOLERANCE),
     "dtype": _Kind("bf16, fp16, fp32, fp64, or a dtype of torch", _is_dtype),

@@ -9,6 +9,7 @@ from ckpt_tools.errors import CheckpointError, printable
 from ckpt_tools.formats.base import PIN
 from ckpt_tools.formats.deltas.layout import read_delta_index, version_name
 from ckpt_tools.formats.registry import open_folder, versions_in
+from ckpt_tools.operations.receivers import receivers_in
 from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.run.base import RunRoot
 from ckpt_tools.run.roots import open_root
@@ -19,6 +20,8 @@ def remove_old(
     url: str, keep_last: int, options: Mapping[str, Any] | None
 ) -> tuple[list[int], list[str]]:
     """Removes all versions below the complete one that the oldest kept version begins with.
+
+    That is one of the newest `keep_last`, or an older one that a receiver still needs.
 
     The newest of them goes first. So if this is interrupted, those that are left need none that has
     gone. What an interrupted call has left is removed, too.
@@ -44,17 +47,23 @@ def remove_old(
     oldest = numbers[-keep_last]
     folder = open_folder(url, options)
     try:
+        receivers, silent = receivers_in(folder)
+        slowest = min(receivers, key=lambda receiver: receiver.needs, default=None)
+        wanted = [] if slowest is None else [n for n in numbers if slowest.needs <= n < oldest]
+        if wanted:
+            oldest = wanted[0]
         first = _complete_below(folder, oldest)
-        old = [number for number in numbers[:-keep_last] if number < first]
-        needed = [number for number in numbers[:-keep_last] if number >= first]
-        notes += _needed(needed, oldest)
+        old = [number for number in numbers if number < first]
+        needed = [number for number in numbers if first <= number < oldest]
+        notes += [*silent, *_staying(wanted, f" for {slowest}"), *_needed(needed, oldest)]
         removed = []
         for number in reversed(old):
             if number >= first:
                 continue
             if problem := _remove(root, folder.enter(version_name(number)), number):
                 first = _complete_below(folder, number)
-                notes += [problem, *_needed([n for n in old if first <= n < number], number)]
+                below = [n for n in old if first <= n < number]
+                notes += [problem, *_needed(below, number)]
                 continue
             removed.append(number)
         return removed, notes
@@ -89,6 +98,10 @@ def _remove(root: RunRoot, store: Store, number: int) -> str:
 
 def _needed(numbers: Sequence[int], by: int) -> list[str]:
     """Returns the note on neighbouring versions that another one needs; none for no versions."""
+    return _staying(numbers, f": version {by} needs {'it' if len(numbers) < 2 else 'them'}")
+
+
+def _staying(numbers: Sequence[int], why: str) -> list[str]:
     if len(numbers) < 2:
-        return [f"version {number} stays: version {by} needs it" for number in numbers]
-    return [f"versions {numbers[0]} to {numbers[-1]} stay: version {by} needs them"]
+        return [f"version {number} stays{why}" for number in numbers]
+    return [f"versions {numbers[0]} to {numbers[-1]} stay{why}"]

@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
@@ -33,6 +34,7 @@ from ckpt_tools.formats.registry import Source, open_version, versions_in
 from ckpt_tools.formats.safetensors import SUFFIX
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.copy import copy_opened
+from ckpt_tools.operations.receivers import check_receiver, say
 from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.ranks.base import ALONE
@@ -53,12 +55,15 @@ class Pulling(Reading, total=False):
         base: the directory of version 0, if it is not where the publisher had it.
         hook: what to do once a version has arrived: a command for the shell, or the URL of an
             engine. It runs again at the next pull if it has failed.
+        receiver: a name, under which the publisher is told what this copy has and reads. Then it
+            keeps the versions that are needed here. It takes the right to write to `root`.
         dry_run: only plan, and write nothing.
     """
 
     version: int | None
     base: Path_ | None
     hook: str | None
+    receiver: str | None
     dry_run: bool
 
 
@@ -129,7 +134,26 @@ def pull(root: Path_, local: Path_, **how: Unpack[Pulling]) -> PullResult:
     url, where = local_path(root).rstrip("/"), local_path(local).rstrip("/")
     _check(how, url, where)
     number = _wanted(url, how.get("version"), how.get("storage_options"))
-    own = _last_pull(Path(where))
+    own, receiver = _last_pull(Path(where)), how.get("receiver")
+    if receiver is None or how.get("dry_run"):
+        return _pull(url, where, number, own, how, began)
+    options, has = how.get("storage_options"), own.version if own is not None else 0
+    if has != number:
+        say(url, options, receiver, has, number)
+    try:
+        result = _pull(url, where, number, own, how, began)
+    except CheckpointError:
+        with suppress(CheckpointError):  # the first error is told
+            say(url, options, receiver, has, 0)
+        raise
+    say(url, options, receiver, number, 0)
+    return result
+
+
+def _pull(
+    url: str, where: str, number: int, own: _Pulled | None, how: Pulling, began: float
+) -> PullResult:
+    """Pulls a version; from the local copy if there is one, and it is as it was pulled."""
     if own is not None:
         try:
             return _pulled(url, where, number, own, how, began)
@@ -199,6 +223,8 @@ def _check(how: Pulling, url: str, where: str) -> None:
     ends = [f"{os.path.realpath(path)}/" for path in (where, url)]
     if not is_url(url) and (ends[0].startswith(ends[1]) or ends[1].startswith(ends[0])):
         raise PlanError(f"the local model would lie among the versions: {printable(where)}")
+    if (receiver := how.get("receiver")) is not None:
+        check_receiver(receiver)
     if (how.get("group") or ALONE).size > 1:
         raise PlanError("one process of a machine pulls", hint="run it without torchrun")
 

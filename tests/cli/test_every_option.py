@@ -131,6 +131,7 @@ NOTHING = {
     "--checksum": "md5",
     "--version": "0",
     "--hook": "false",
+    "--receiver": "engine-1",
     "--full-every": "0",
 }
 SPECIAL = {

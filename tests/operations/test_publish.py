@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,53 @@ def test_old_versions_go_behind_a_complete_one(publisher: Publisher) -> None:
             publisher.publish(keep_last=wrong)
     result = publisher.publish(keep_last=1, dry_run=True)
     assert (result.removed, result.notes[-1]) == ((), "a dry run looks at no old versions")
+
+
+def test_versions_stay_for_receivers_that_say_what_they_have(
+    publisher: Publisher, ckpt: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    root, local = publisher.root, publisher.folder / "local"
+    publisher.publish(full=True)
+    publisher.publish()
+    publisher.publish()
+    assert pull(root, local, version=2, receiver="engine-1").version == 2
+    pull(root, publisher.folder / "other", version=1)  # says nothing
+    publisher.publish(full=True)
+    result = publisher.publish(keep_last=1)
+    assert result.removed == []
+    assert list(result.notes) == [
+        "versions 3 to 4 stay for receiver engine-1, which has version 2",
+        "versions 1 to 2 stay: version 3 needs them",
+    ]
+    damaged = version(root, 5) / "model-00001-of-00001.safetensors"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError):
+        pull(root, local, receiver="engine-1")
+    said = json.loads((root / "receiver.engine-1.json").read_text())
+    assert (said["has"], said["reads"]) == (2, 0)
+    damaged.write_bytes(whole)
+    done = ckpt("pull", root, local, "--receiver", "engine-1")
+    assert done.returncode == 0, done.stderr
+    assert same(loaded(local), publisher.states[5])
+    path = root / "receiver.engine-1.json"
+    before = path.read_bytes()
+    assert pull(root, local, receiver="engine-1").is_there
+    assert path.read_bytes() == before  # not again within an hour
+    for text in ("", "[]", '{"has": "x", "reads": 0, "said_s": 0}', '{"has": 1e99}', "[" * 5000):
+        (root / "receiver.forged.json").write_text(text)
+        publisher.publish()
+    # one that reads holds its version, and one that has said nothing for a day holds nothing
+    reading = {"has": 0, "reads": 3, "said_s": time.time()}
+    (root / "receiver.forged.json").write_text(json.dumps(reading))
+    assert publisher.publish(keep_last=1).removed == []
+    path.write_text(json.dumps({"has": 1, "reads": 0, "said_s": time.time() - 90_000}))
+    (root / "receiver.forged.json").unlink()
+    result = publisher.publish(keep_last=1)
+    assert result.removed == [3, 2, 1]
+    assert any("said nothing for a day" in note for note in result.notes)
+    with pytest.raises(PlanError, match="receiver"):
+        pull(root, local, receiver="../x")
 
 
 def test_a_model_without_changes_is_a_version_too(publisher: Publisher) -> None:
