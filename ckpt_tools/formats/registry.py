@@ -532,7 +532,13 @@ def open_source_in(folder: Store) -> Source:
 def _source(store: Store, form: Format) -> Source:
     try:
         with no_gc():  # an object per tensor, and none in a cycle
-            catalog = read_again_if_wrong(store, lambda: sound_catalog(store, form))
+            try:
+                catalog = read_again_if_wrong(store, lambda: sound_catalog(store, form))
+            except dcp.CompressedError:
+                store = decompressed(store)
+                catalog = sound_catalog(store, form)
+        if how := getattr(store, "compression", ""):
+            catalog = replace(catalog, extras={**catalog.extras, "compression": how})
         if about := getattr(store, "about", ""):  # of a delta
             catalog = replace(catalog, extras={**catalog.extras, "version": about})
     except (FormatError, CatalogError) as error:
@@ -545,6 +551,13 @@ def _source(store: Store, form: Format) -> Source:
         form,
         catalog,
     )
+
+
+def decompressed(store: Store) -> Store:
+    """Returns a compressed checkpoint as the plain one that it stands for."""
+    from ckpt_tools.formats.dcp.compressed import DecompressedStore  # with zstd
+
+    return DecompressedStore(store)
 
 
 def sound_catalog(store: Store, form: Format) -> Catalog:

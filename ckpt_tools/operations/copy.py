@@ -383,6 +383,8 @@ class _CopyJob:
         if links:
             names = printable(", ".join(links[:5]))
             notes.append(f"links that lead out, and what is no regular file, stay behind: {names}")
+        if "compression" in self.source.catalog.extras:
+            notes.append("the items were compressed with zstd, and the copy is not compressed")
         return notes
 
     def name(self, file: str) -> str:

@@ -84,6 +84,12 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
             f"it already has a manifest: {printable(work.store.url)}",
             hint="ckpt verify compares with it",
         )
+    if work.is_compressed:
+        raise PlanError(
+            f"a manifest has checksums of plain items, and these are compressed:"
+            f" {printable(work.store.url)}",
+            hint="ckpt copy writes it without compression",
+        )
     _refuse(work.structure())
     assert work.catalog is not None
     sizes = dict(work.catalog.file_sizes)

@@ -31,8 +31,9 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import MANIFEST, PIN, index_of_format, note_of, reader_of_damaged
 from ckpt_tools.formats.builder import UnreadValues
+from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.look_alikes import other_kind
-from ckpt_tools.formats.registry import Format, detect, is_ours
+from ckpt_tools.formats.registry import Format, decompressed, detect, is_ours
 from ckpt_tools.formats.zip.verify import examine
 from ckpt_tools.operations.batches import ReadBatch, cut_batches, one_batch
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
@@ -71,6 +72,7 @@ class Verification:
     Attributes:
         store, format: the store and the format of the checkpoint.
         is_remote: whether bytes may be damaged on their way from the store.
+        is_compressed: whether the files are shown without their compression.
         manifest: None if there is none.
         catalog: None if the index is unreadable. It may have holes.
     """
@@ -85,6 +87,7 @@ class Verification:
         self.notes: list[str] = []
         folder, name = folder_of(self.store)
         self.is_remote = folder.capabilities.is_remote
+        self.is_compressed = False
         self.manifest: Manifest | None = None
         self.catalog: Catalog | None = None
         try:
@@ -96,7 +99,12 @@ class Verification:
                 Problem(name, f"cannot be read: {error}") for name in names_in(folder, name)
             ]
         try:
-            self.catalog = self._read_catalog(self.format)
+            try:
+                self.catalog = self._read_catalog(self.format)
+            except dcp.CompressedError:
+                self.store, self.is_compressed = decompressed(self.store), True
+                self.notes.append("the items are compressed with zstd, and were decompressed")
+                self.catalog = self._read_catalog(self.format)
             check_needed(options.get("shapes"), self.catalog)
             if self.manifest is not None:
                 strays = strays_of(self.manifest, self.catalog)

@@ -66,6 +66,10 @@ _QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
 _RANK_METADATA = re.compile(r"__([0-9]+)\.metadata")
 
 
+class CompressedError(FormatError):
+    """The items are compressed: `compressed.DecompressedStore` shows them as plain ones."""
+
+
 def recognise(files: Mapping[str, int]) -> bool:
     """Tells whether `.metadata`, or one `__{rank}.metadata` per rank, is among the files."""
     return ".metadata" in files or any(_RANK_METADATA.fullmatch(name) for name in files)
@@ -86,6 +90,8 @@ def read_catalog(store: Store) -> Catalog:
     crcs = LateChecksums()
     found = _read_many(store, names[0], crcs) if is_large else None
     entries, objects, parsed, aside = found or _read(store, names, crcs)
+    if any(metadata.compressed for metadata in parsed):
+        raise CompressedError(f"the items are compressed ({printable(store.url)})")
     items = {
         fqn: BytesEntry(fqn, extents[0], tuple(extents[1:])) for fqn, extents in objects.items()
     }

@@ -77,6 +77,7 @@ class Metadata:
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     places: dict[tuple[str, tuple[int, ...] | None], ItemLocation] = field(default_factory=dict)
     extras: dict[str, str] = field(default_factory=dict)
+    compressed: bool = False  # all items, with zstd
     num_place_ranges: int = 0  # placeholders among the places; each is a key, so all are different
 
 
@@ -278,6 +279,7 @@ class _Reader:
         if not isinstance(table, dict):
             raise self.fail("a dict at storage_data", table)
         index_type, info_type = self.stubs["MetadataIndex"], self.stubs["_StorageInfo"]
+        how = set[bool]()
         for index, info in table.items():
             if type(index) is ColumnRange and index.is_places and info is None:
                 result.num_place_ranges += 1
@@ -285,22 +287,29 @@ class _Reader:
             if not isinstance(index, index_type) or not isinstance(info, info_type):
                 raise self.fail("a MetadataIndex and a _StorageInfo", index)
             key, at = index.__dict__, info.__dict__
-            if how := at.get("transform_descriptors"):
-                names = (
-                    ", ".join(map(short_repr, how[:8]))
-                    if isinstance(how, list)
-                    else short_repr(how)
-                )
-                raise FormatError(
-                    f"an item is compressed or transformed, which is not supported yet: {names}"
-                    f" ({self.where})"
-                )
+            how.add(self.transforms(at.get("transform_descriptors")))
             fqn, offset = self.text(key.get("fqn")), key.get("offset")
             start, nbytes = self.ints((at.get("offset"), at.get("length")))
             place = ItemLocation(self.text(at.get("relative_path")), start, nbytes)
             where = (fqn, None if offset is None else self.ints(offset))
             if result.places.setdefault(where, place) != place:
                 raise FormatError(f"two places for one chunk of {printable(fqn)!r} ({self.where})")
+        if len(how) > 1:
+            raise FormatError(f"some items are compressed, and some are not ({self.where})")
+        result.compressed = True in how
+
+    def transforms(self, how: object) -> bool:
+        """Tells whether an item is compressed with zstd. Any other transformation is refused."""
+        if not how:
+            return False
+        if isinstance(how, list) and len(how) == 1 and isinstance(how[0], str):
+            name, _, version = how[0].partition("/")
+            if name == "stream.zstd" and version.partition(".")[0] == "1":
+                return True
+        names = ", ".join(map(short_repr, how[:8])) if isinstance(how, list) else short_repr(how)
+        raise FormatError(
+            f"an item is transformed in a way that is not known: {names} ({self.where})"
+        )
 
     def extras(self, root: Any, result: Metadata) -> None:
         version = root.__dict__.get("version")
