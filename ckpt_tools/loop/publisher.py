@@ -196,9 +196,12 @@ class Publisher:
         Raises:
             CheckpointError: it was not published; raised once.
         """
-        running, self._running = self._running, None
-        if running is not None:
-            running.result()
+        if (running := self._running) is not None:
+            try:
+                running.result()
+            finally:
+                if running.done():  # an interrupted wait leaves it
+                    self._running = None
         return self.last_result
 
     def close(self) -> None:
@@ -265,24 +268,35 @@ class Publisher:
         job = DeltaJob(group, self._baseline, self._how["jobs"] or 1)
         how = cast(Publication, {**self._how, "full": full})
         result = publish_part(source, self.root, how, job, needs_chain=not is_first)
-        if group.rank == 0:
-            notes = [*result.notes, *_left_out(collected)]
-            if is_first and result.base_version:
-                notes.append(f"goes on from version {result.base_version}, which was there")
-            result = replace(result, notes=notes)
-            if self._keep_last is not None:
-                options = self._how.get("storage_options")
-                result = without_old(result, self.root, self._keep_last, options)
+        with group.phase("remove old versions"):
+            if group.rank == 0:
+                notes = [*result.notes, *_left_out(collected)]
+                if is_first and result.base_version:
+                    notes.append(f"goes on from version {result.base_version}, which was there")
+                result = replace(result, notes=notes)
+                self._warn(result)
+                if self._keep_last is not None:
+                    options = self._how.get("storage_options")
+                    result = without_old(result, self.root, self._keep_last, options)
         self.last_result = result = group.broadcast(result, "tell what was published")
         if group.rank == 0:
             self._tell(result)
         return result
 
-    def _tell(self, result: PublishResult) -> None:
+    def _warn(self, result: PublishResult) -> None:
+        """Logs the notes on a version, each once. Those on old versions are in the result alone."""
         for note in result.notes:
             if note not in self._logged:
                 log.warning("version %d: %s", result.version, note)
         self._logged.update(result.notes)
+
+    def _tell(self, result: PublishResult) -> None:
+        log.info(
+            "published version %d: %s bytes in %.2f s",
+            result.version,
+            result.written_nbytes,
+            result.seconds,
+        )
         if self._on_publish is not None:
             try:
                 self._on_publish(result)

@@ -158,8 +158,9 @@ class ChangeFinder:
         found = Fingerprints()
         for noted in told:
             found.absorb(noted)
-        for name, crc in found.join().items():
-            if sealed.get(name, crc) != crc:
+        joined = found.join()
+        for name in found.noted.sizes:
+            if name in sealed and sealed[name] != joined.get(name):
                 raise wrong_before(name, self._before.path)
 
 

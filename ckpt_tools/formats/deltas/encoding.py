@@ -113,7 +113,7 @@ class Encoder:
         """
         self._hasher.update(new.data)
         diff = np.bitwise_xor(new, old, out=old)
-        where = None if self._encoding == XOR else np.flatnonzero(diff)
+        where = None if self._encoding == XOR else np.flatnonzero(diff != 0)
         self.num_changed += int(np.count_nonzero(diff)) if where is None else len(where)
         start, self.at = self.at, self.at + len(new)
         if where is None:
@@ -280,7 +280,7 @@ def _packed(block: Bytes) -> _Packed:
         padded = np.zeros(-(-len(block) // _WORD) * _WORD, np.uint8)
         padded[: len(block)] = block
     words = padded.view(np.uint64)
-    where = np.flatnonzero(words)
+    where = np.flatnonzero(words != 0)  # of numbers it takes three times as long
     if not len(where):
         return None
     if len(where) * _DENSE > len(words):
@@ -304,7 +304,7 @@ def _joined_blocks(a: _Packed, b: _Packed) -> _Packed:
     words = np.zeros(last + 1, np.uint64)
     for where, values in (a, b):
         words[where] ^= values
-    where = np.flatnonzero(words)
+    where = np.flatnonzero(words != 0)
     return (where.astype(np.uint32), words[where]) if len(where) else None
 
 
