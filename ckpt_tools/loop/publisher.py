@@ -113,8 +113,8 @@ class Publisher:
                 torch.distributed, this process alone.
             timeout_s: how long ranks wait for each other before the missing one is named.
             **how: see `Publication`, with other defaults: `checksum` is "adler32", for which no
-                rank needs all bytes of a tensor, and on a disk `full_every` is 20. A bucket takes
-                deltas alone.
+                rank needs all bytes of a tensor, and on a disk `full_every` is 20. Several ranks
+                publish deltas alone to a bucket.
 
         Raises:
             PlanError: an option has a wrong value, or does not fit the root.
@@ -129,8 +129,9 @@ class Publisher:
             )
         check_timeout(timeout_s)
         refuse_tilde(root)
-        is_disk = not is_url(root)
-        if not is_disk and how.get("full_every"):
+        is_disk, has_peers = not is_url(root), dist.is_available() and dist.is_initialized()
+        is_alone = not has_peers or dist.get_world_size(process_group) == 1
+        if not is_disk and not is_alone and how.get("full_every"):
             raise PlanError(
                 "full_every: ranks write complete versions to a disk only",
                 hint="publish one from a saved checkpoint at times: ckpt publish --full",

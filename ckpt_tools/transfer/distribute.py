@@ -50,6 +50,7 @@ class RankWork:
             if group.size == 1 or self.on_disk
             else cut_regions(plan, group.size, part_starts if dst.takes_parts else None)[group.rank]
         )
+        held = None if group.size == 1 else held
         if held is not None and not self.on_disk:
             raise PlanError(
                 f"ranks write files from their own memory to a disk only: {printable(dst.url)}",

@@ -160,8 +160,16 @@ def test_a_bucket_takes_deltas_of_all_ranks(server: Server, tmp_path: Path) -> N
     assert ckpt_tools.verify(url, **options).problems == []  # type: ignore[arg-type]
     job(2, tmp_path, "fsdp2", 1, first=3, root=url, full=[3], asynchronous=False, **options)
     assert all("to a disk only" in r[0] for r in results(tmp_path, "fsdp2"))
-    with pytest.raises(PlanError, match="full_every"):
-        Publisher(url, full_every=3)
+    model, alone = nn.Linear(9, 8), f"{url}-alone"
+    with Publisher(alone, full_every=1, **options) as publisher:  # type: ignore[arg-type]
+        for base_version in (None, 1, None):
+            with torch.no_grad():
+                model.weight[0] += 1
+            publisher.publish(model)
+            result = publisher.wait()
+            assert result is not None and result.base_version == base_version
+    pull(alone, tmp_path / "alone", **options)  # type: ignore[arg-type]
+    assert torch.equal(loaded(tmp_path / "alone")["weight"], model.weight)
 
 
 def test_one_process_publishes_without_a_job(tmp_path: Path) -> None:
