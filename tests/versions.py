@@ -76,3 +76,7 @@ def loaded(folder: Path) -> State:
     for path in folder.glob("*.safetensors"):
         found |= load_file(path)
     return found
+
+
+def same(a: State, b: State) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)

@@ -36,7 +36,7 @@ def _close_all() -> None:
         try:
             close()
         except BaseException as error:  # noqa: BLE001  # reported by the exit status
-            log.exception("the process ends, but its last save failed")
+            log.exception("the process ends, but its last save failed, or its last publication")
             _failed.append(error)
 
 

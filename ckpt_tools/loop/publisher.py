@@ -27,7 +27,7 @@ from ckpt_tools.core.laps import Laps
 from ckpt_tools.core.logs import log
 from ckpt_tools.core.memory import no_gc
 from ckpt_tools.core.threads import num_threads, ranks_on_host
-from ckpt_tools.errors import CheckpointError, PlanError, printable
+from ckpt_tools.errors import CheckpointError, PlanError, StorageError, printable
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.deltas.layout import ADLER32
 from ckpt_tools.formats.registry import Source
@@ -38,6 +38,7 @@ from ckpt_tools.loop.saving.replicas import Proof
 from ckpt_tools.loop.saving.save import SaveLayout
 from ckpt_tools.loop.state.staging import StagedTensors, Stager
 from ckpt_tools.operations.arguments import checked
+from ckpt_tools.operations.merge_reshard import dtype_by_name
 from ckpt_tools.operations.publish import (
     Publication,
     PublishResult,
@@ -55,6 +56,7 @@ _MODEL, _WHAT = "model", "the next version"
 _MEMORY, _FILES = "memory", "files"
 _FULL_EVERY = 20  # on a disk: a version is read with all deltas below it
 _SHOWN = 3
+_MAY_DIFFER = ("jobs", "memory_bytes", "storage_options")  # between ranks
 _Row = tuple[str, str, tuple[int, ...], Box]
 
 
@@ -91,6 +93,7 @@ class Publisher:
         asynchronous: bool = True,
         baseline: str = _MEMORY,
         replicas: str = Proof.CHECK,
+        names_differ: bool = False,
         on_publish: Callable[[PublishResult], object] | None = None,
         process_group: dist.ProcessGroup | None = None,
         timeout_s: float = 600.0,
@@ -107,8 +110,9 @@ class Publisher:
                 read for each version.
             replicas: `"check"` compares the copies of parameters that several ranks hold, and
                 refuses a difference; `"trust"` does not.
-            on_publish: a function of the `PublishResult` of each version. Rank 0 calls it, in the
-                thread that published. An exception is logged.
+            names_differ: ranks have different tensors, such as the stages of a pipeline.
+            on_publish: a function of the `PublishResult` of each version. Rank 0 calls it, in a
+                thread of its own; `close` waits for it. An exception is logged.
             process_group: the ranks that publish together; all if None. Without an initialised
                 torch.distributed, this process alone.
             timeout_s: how long ranks wait for each other before the missing one is named.
@@ -123,6 +127,8 @@ class Publisher:
             raise PlanError(
                 f"Publisher: {min(taken)} is no option of it", hint="see Publisher.publish"
             )
+        if on_publish is not None and not callable(on_publish):
+            raise TypeError(f"on_publish: expected a function, got {on_publish!r}")
         if baseline not in (_MEMORY, _FILES):
             raise ValueError(
                 f"baseline: expected {_MEMORY!r} or {_FILES!r}, got {printable(repr(baseline))}"
@@ -141,10 +147,14 @@ class Publisher:
         self._how.pop("keep_last", None)
         self._keep_last = how.get("keep_last")
         check_publication({**self._how, "keep_last": self._keep_last})
+        if (dtype := how.get("dtype")) is not None:
+            dtype_by_name(dtype)
         # absolute: the job may change its working directory
         self.root = os.path.abspath(local_path(root)) if is_disk else str(root)
         if (base := how.get("base")) is not None and not is_url(base):
-            self._how["base"] = os.path.abspath(local_path(base))
+            self._how["base"] = where = os.path.abspath(local_path(base))
+            if not os.path.isdir(where):
+                raise StorageError(f"base: no such directory: {printable(where)}")
         self.asynchronous, self._on_publish = asynchronous, on_publish
         jobs = num_threads(how.get("jobs"), ranks_on_host(), is_beside_training=True)
         self._how["jobs"] = jobs
@@ -155,8 +165,17 @@ class Publisher:
             GlooGroup(timeout_s, process_group),
             GlooGroup(timeout_s, process_group),
         )
-        self._collector = Collector(self._group, proof)
+        self._collector, self._names_differ = Collector(self._group, proof), names_differ
         self._pool = ThreadPoolExecutor(1, "ckpt-publish")
+        self._hooks = ThreadPoolExecutor(1, "ckpt-on-publish")
+        same = {name: value for name, value in how.items() if name not in _MAY_DIFFER}
+        same |= {"asynchronous": asynchronous, "baseline": baseline, "names_differ": names_differ}
+        shown = ", ".join(f"{name}={value!r}" for name, value in sorted(same.items()))
+        try:
+            self._group.meet("Publisher", f"Publisher({shown})")
+        except BaseException:
+            self._release()
+            raise
         at_exit.register(self.close)
 
     @checked()
@@ -179,7 +198,7 @@ class Publisher:
         with torch.no_grad():
             self._group.meet("publish", "publish(full=True)" if full else "publish()")
             self.wait()
-            request = SaveRequest(_WHAT, False, state, None, None, None, False)
+            request = SaveRequest(_WHAT, False, state, None, None, None, False, self._names_differ)
             with no_gc():
                 collected = self._collector.collect(request, Laps())
                 staged = self._staged(collected.tensors)
@@ -216,12 +235,16 @@ class Publisher:
         try:
             self.wait()
         finally:
-            self._is_open = False
-            at_exit.unregister(self.close)
-            self._pool.shutdown()
-            self._stage.close()
-            self._group.close()
-            self._writers.close()
+            self._release()
+
+    def _release(self) -> None:
+        self._is_open = False
+        at_exit.unregister(self.close)
+        self._pool.shutdown()
+        self._hooks.shutdown()
+        self._stage.close()
+        self._group.close()
+        self._writers.close()
 
     def __enter__(self) -> Publisher:
         return self
@@ -274,6 +297,9 @@ class Publisher:
                 notes = [*result.notes, *_left_out(collected)]
                 if is_first and result.base_version:
                     notes.append(f"goes on from version {result.base_version}, which was there")
+                last = self.last_result.version if self.last_result else result.version - 1
+                if last != result.version - 1:
+                    notes.append(f"somebody else has published versions from {last + 1} on")
                 result = replace(result, notes=notes)
                 self._warn(result)
                 if self._keep_last is not None:
@@ -281,7 +307,7 @@ class Publisher:
                     result = without_old(result, self.root, self._keep_last, options)
         self.last_result = result = group.broadcast(result, "tell what was published")
         if group.rank == 0:
-            self._tell(result)
+            self._hooks.submit(self._tell, result)
         return result
 
     def _warn(self, result: PublishResult) -> None:
@@ -301,7 +327,7 @@ class Publisher:
         if self._on_publish is not None:
             try:
                 self._on_publish(result)
-            except Exception:  # noqa: BLE001  # the version is published
+            except BaseException:  # noqa: BLE001  # the version is published
                 log.exception("on_publish failed for version %d", result.version)
 
 

@@ -15,7 +15,15 @@ from typing import Any, Unpack, cast
 from ckpt_tools.core.box import whole
 from ckpt_tools.core.catalog import other_names
 from ckpt_tools.core.plan import Literal, Slot, Target
-from ckpt_tools.errors import CheckpointError, NotACheckpointError, PlanError, printable, redacted
+from ckpt_tools.errors import (
+    CheckpointError,
+    IntegrityError,
+    NotACheckpointError,
+    PeerError,
+    PlanError,
+    printable,
+    redacted,
+)
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Format, Request, is_note
 from ckpt_tools.formats.deltas.chain import as_patched
@@ -52,6 +60,7 @@ from ckpt_tools.transfer.transfer import TransferRequest, transfer
 _CONFIG = "config.json"
 _MAX_BESIDE_BYTES = 64 << 20  # longer files beside the model are not sealed with a delta
 _SHOWN = 5
+_WHY_COMPLETE = "it is complete, because the version before cannot be read"
 
 
 class Publication(Reading, total=False):
@@ -174,18 +183,38 @@ def publish_part(
         source: the model. This rank can read its own part.
         root, how: as for `publish_version`; but `keep_last` is left to the caller.
         job: the ranks. Its baseline is that of the new version afterwards.
-        needs_chain: raise if the version before cannot be read. Else a complete version is
-            published, with a note.
+        needs_chain: raise if the version before cannot be read, or is damaged. Else a complete
+            version is published, with a note.
 
     Raises:
         CheckpointError: as for `publish_version`. Then no version was added.
     """
+    how = {**how, "group": job.group}
     try:
-        return _publish(source, root, {**how, "group": job.group}, job, needs_chain)
-    except BaseException:
+        return _publish(source, root, how, job, needs_chain)
+    except BaseException as error:
         if job.baseline is not None:
             job.baseline.forget()
-        raise
+        if needs_chain or how.get("full") or not _is_damage(error, job.group):
+            raise
+        if is_url(local_path(root)) and job.group.size > 1:  # it takes no complete version
+            raise
+        damage = str(error)
+    result = _publish(source, root, {**how, "full": True}, job, needs_chain)
+    return replace(result, notes=[*result.notes, f"{_WHY_COMPLETE}: {damage}"])
+
+
+def _is_damage(error: BaseException, group: Group) -> bool:
+    """Tells whether a version failed on any rank because those before it are damaged.
+
+    All ranks call it, each with its own error.
+    """
+    if not isinstance(error, CheckpointError):
+        return False
+    try:
+        return any(group.all_gather(isinstance(error, IntegrityError), "tell what has failed"))
+    except PeerError:  # nothing can be exchanged any more
+        return False
 
 
 def _publish(
@@ -226,8 +255,7 @@ def _publish(
         about = {"version": number}
         result = convert_source(source, to, "hf", conversion, "publish", about=about)
         if problem and not is_full:
-            why = f"it is complete, because the version before cannot be read: {problem}"
-            result = replace(result, notes=(*result.notes, why))
+            result = replace(result, notes=(*result.notes, f"{_WHY_COMPLETE}: {problem}"))
         return _result_of(result, number, None, None, began)
 
 
@@ -495,7 +523,13 @@ def _compare(layout: Request, old: Source) -> None:
     more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     hint = "give the model's config with --base DIR; or publish a complete version: --full"
     if len(types) == 1 and new.keys() == was.keys():
-        hint = f"--dtype {types.pop()[1]} writes the type of the version before; or --full"
+        (_, name) = types.pop()
+        hint = f"--dtype {name} writes the type of the version before; or --full"
+        if len({kind for kind, _ in was.values() if "float" in kind}) > 1:
+            hint = (
+                "the version before has several types: leave --dtype out, or keep the types of some"
+                " tensors with --keep-dtype GLOB; or --full"
+            )
     raise PlanError(
         f"the model is not that of the version before ({printable(old.path)}):\n{shown}{more}",
         hint=hint,

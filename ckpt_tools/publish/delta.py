@@ -441,7 +441,7 @@ class _Encoders:
 
     def _done(self, tensor: _Tensor) -> None:
         if self._sealed.get(tensor.name, tensor.old_crc64) != tensor.old_crc64:
-            raise wrong_before(tensor.name, self._before.path)
+            raise wrong_before(tensor.name, self._before)
         if number := tensor.encoder.num_changed:
             for piece in tensor.encoder.finish():
                 tensor.frame.write(piece)

@@ -161,7 +161,7 @@ class ChangeFinder:
         joined = found.join()
         for name in found.noted.sizes:
             if name in sealed and sealed[name] != joined.get(name):
-                raise wrong_before(name, self._before.path)
+                raise wrong_before(name, self._before)
 
 
 def _sums(data: Bytes, box: Box, entry: TensorEntry) -> tuple[int, int]:

@@ -11,18 +11,29 @@ from typing import IO
 
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.errors import IntegrityError, printable
+from ckpt_tools.formats.deltas.chain import as_patched
+from ckpt_tools.formats.registry import Source
 from ckpt_tools.publish.manifest import SealedFile
 from ckpt_tools.storage import WritableStore
 
 _COPY_BYTES = 8 << 20
 
 
-def wrong_before(name: str, where: str) -> IntegrityError:
-    """Returns the error of a version below a delta that is damaged."""
+def wrong_before(name: str, before: Source) -> IntegrityError:
+    """Returns the error of a version below a delta that is damaged, or made of another base."""
+    version = as_patched(before.folder)
+    upon = base = ""
+    if version is not None and not version.layers[0].about.base_number:
+        upon = f", with {printable(version.complete_url)} as version 0"
+        base = "that is another model now than version 1 changes; or "
     return IntegrityError(
         f"a tensor of the version before is not what was sealed: {printable(name)!r}"
-        f" ({printable(where)})",
-        hint="restore it, or publish a complete version: --full",
+        f" ({printable(before.path)}{upon})",
+        hint=(
+            f"{base}it is damaged, or a version below it is: ckpt verify on the directory of the"
+            " versions names the file. Restore it; or publish a complete version: --full, or"
+            " full=True"
+        ),
     )
 
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt_tools.core import ending
-from ckpt_tools.errors import CheckpointError, PeerError, StorageError
+from ckpt_tools.errors import CheckpointError, PeerError, PlanError, StorageError
 
 T = TypeVar("T")
 _ROLL_CALL_S = 3.0
@@ -164,6 +164,8 @@ class GlooGroup(RankSet):
         self._thread = ThreadPoolExecutor(1, "ckpt-ranks") if is_interruptible else None
         has_peers = dist.is_available() and dist.is_initialized()
         self.rank, self.size = (dist.get_rank(pg), dist.get_world_size(pg)) if has_peers else (0, 1)
+        if self.rank < 0:
+            raise PlanError("this process is no member of the process group that was given")
         self._timeout_s = timeout_s
         if self.size > 1:
             ranks = None if pg is None else dist.get_process_group_ranks(pg)
@@ -213,10 +215,7 @@ class GlooGroup(RankSet):
             shown = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(calls))
             raise PeerError(
                 f"the ranks do not make the same call:\n{shown}",
-                hint=(
-                    "every rank calls save, resume and should_save in the same order, with the same"
-                    " arguments"
-                ),
+                hint=("every rank makes the same calls in the same order, with the same arguments"),
             )
         return found[2:].tolist()  # type: ignore[no-any-return]
 
@@ -356,8 +355,8 @@ class GlooGroup(RankSet):
             raise PeerError(
                 f"{what}: {self._broken}",
                 hint=(
-                    "look at that rank's own log; nothing was published, the newest complete step"
-                    " is as it was. Then make a new manager on all ranks, or restart the job"
+                    "look at that rank's own log; all that was complete is as it was. Then make a"
+                    " new manager or publisher on all ranks, or restart the job"
                 ),
             ) from error
 

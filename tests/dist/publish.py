@@ -79,6 +79,12 @@ def boxes():
     }
 
 
+def stages():
+    """Stages of a pipeline: each rank has tensors of its own, and one that all have."""
+    names = ("plain", *(f"stage{RANK}.{n}" for n in "abc"))
+    return {name: torch.ones(40, 30) for name in names}
+
+
 def hsdp():
     model = Net()
     mesh = init_device_mesh("cpu", (2, SIZE // 2), mesh_dim_names=("copies", "shards"))
@@ -101,8 +107,8 @@ def whole(model):
 
 def change(model, step, part):
     """Changes a part of the elements, the same on all ranks for what they have in common."""
-    for number, value in enumerate(tensors(model).values()):
-        torch.manual_seed(1000 * step + number)
+    for number, (name, value) in enumerate(tensors(model).items()):
+        torch.manual_seed(1000 * step + number + 50 * RANK * name.startswith("stage"))
         full = torch.rand(value.shape) < part
         new = torch.randn(value.shape) if value.is_floating_point() else torch.randint(0, 99, value.shape)
         if isinstance(value, DTensor):
@@ -119,8 +125,13 @@ def main():
     how = {"dtype": "bf16", "partial": True, **HOW}
     part, differs = how.pop("part", 0.05), how.pop("differs", False)
     root, base, full = how.pop("root", str(FOLDER / CASE)), FOLDER / f"{CASE}-base", how.pop("full", ())
-    pause_s = how.pop("pause_s", 0)
+    pause_s, others = how.pop("pause_s", 0), how.pop("last_rank", {})
+    how |= others if RANK == SIZE - 1 else {}
     start = whole(model)
+    if how.get("names_differ"):
+        everybody = [None] * SIZE
+        dist.all_gather_object(everybody, start)
+        start = {name: value for theirs in everybody for name, value in theirs.items()}
     if RANK == 0 and not base.exists():
         base.mkdir(parents=True)
         names = ("head.weight",) if CASE.startswith("tied") else ()
@@ -137,7 +148,7 @@ def main():
             if differs and RANK == SIZE - 1:
                 with torch.no_grad():
                     tensors(model)["up.weight"].to_local().view(-1)[0] += 1
-            now = None if pause_s else whole(model)
+            now = None if pause_s or how.get("names_differ") else whole(model)
             try:
                 publisher.publish(model, full=step in full)
             except CheckpointError as error:
@@ -146,8 +157,8 @@ def main():
             if pause_s:  # until somebody kills this job
                 print("published", flush=True)
                 time.sleep(pause_s)
-            change(model, -step, 0.5)  # training goes on meanwhile
             if now is not None:
+                change(model, -step, 0.5)  # training goes on meanwhile
                 for name, value in tensors(model).items():
                     there = now[name]
                     if isinstance(value, DTensor):
@@ -158,7 +169,7 @@ def main():
                 if RANK == 0:
                     torch.save(now, FOLDER / f"{CASE}-{step}.pt")
         last = publisher.wait()
-        assert RANK or isinstance(results[-1], str) or results[-1]["version"] == last.version
+    assert RANK or isinstance(results[-1], str) or results[-1]["version"] == last.version
     everybody = [None] * SIZE
     dist.all_gather_object(everybody, results)
     if RANK == 0:

@@ -23,6 +23,7 @@ import torch
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckpt_tools
@@ -31,7 +32,7 @@ from ckpt_tools.formats.deltas.joined_frames import BlockCompressor, frame_of
 from tests.conftest import torchrun
 from tests.jobs import PYTHON_PATH, children, torchrun_command
 from tests.servers.servers import Server
-from tests.versions import apply_versions, loaded
+from tests.versions import apply_versions, loaded, same
 
 CASES = [
     (2, "fsdp2", {}),
@@ -134,20 +135,100 @@ def test_what_is_wrong_is_refused_on_every_rank(tmp_path: Path) -> None:
         except ckpt_tools.CheckpointError:
             continue
         assert [p.file for p in problems] == [damaged.name]
-    torchrun(
-        2, "publish.py", str(tmp_path), "fsdp2", "1", json.dumps({"asynchronous": False}), FIRST="2"
-    )
-    told = results(tmp_path, "fsdp2")
-    assert all("IntegrityError" in r[0] or "PeerError" in r[0] for r in told), told
+    (told,) = job(2, tmp_path, "fsdp2", 1, first=2)
+    assert told["base_version"] is None, told
+    assert any("is complete, because the version before" in note for note in told["notes"])
+    check(tmp_path, "fsdp2", 2, loaded(root / "weight_v000002"))
+    shutil.rmtree(root / "weight_v000002")
     damaged.write_bytes(whole)
     other = {"asynchronous": False, "dtype": None}
     torchrun(2, "publish.py", str(tmp_path), "fsdp2", "1", json.dumps(other), FIRST="2")
     told = results(tmp_path, "fsdp2")
     assert all("is not that of the version before" in r[0] for r in told), told
+    base = tmp_path / "fsdp2-base"
+    moved = base.rename(tmp_path / "base")
+    shutil.copytree(moved, base)
+    state = load_file(base / "model.safetensors")
+    state["up.weight"] += 1
+    save_file(state, base / "model.safetensors", metadata={"format": "pt"})
+    (told,) = job(2, tmp_path, "fsdp2", 1, first=2)
+    assert told["base_version"] is None and "fsdp2-base as version 0" in str(told["notes"])
+    shutil.rmtree(root / "weight_v000002")
+    shutil.rmtree(base)
+    moved.rename(base)
+    for others in ({"encoding": "overwrite"}, {"asynchronous": False}, {"full_every": 3}):
+        with pytest.raises(AssertionError, match=next(iter(others))):
+            job(2, tmp_path, "fsdp2", 1, first=2, last_rank=others, timeout_s=20)
     job(4, tmp_path, "hsdp", 1, differs=True, asynchronous=False)
     assert all("differ" in r[0] for r in results(tmp_path, "hsdp")), results(tmp_path, "hsdp")
     assert sorted(p.name for p in root.iterdir()) == there
     assert not list((tmp_path / "hsdp").glob("weight*"))
+
+
+def test_stages_of_a_pipeline_are_one_model(tmp_path: Path) -> None:
+    told = job(3, tmp_path, "stages", 2, names_differ=True, dtype=None)
+    assert [r["base_version"] for r in told] == [0, 1] and told[0]["num_tensors"] == 10
+    found = apply_versions(tmp_path / "stages-base", tmp_path / "stages", [1, 2])
+    pull(tmp_path / "stages", tmp_path / "local")
+    assert same(found, loaded(tmp_path / "local"))
+    assert not torch.equal(found["stage1.a"], found["stage2.a"])
+
+
+def wait_and_sleep(publisher: Publisher) -> None:
+    publisher.wait()
+    time.sleep(1)
+
+
+def test_an_interrupted_wait_leaves_the_version_whole(tmp_path: Path) -> None:
+    model = {f"w{n:03d}": torch.randn(100_000).bfloat16() for n in range(100)}
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with Publisher(tmp_path / "versions") as publisher:
+            for _ in range(3):
+                for values in model.values():
+                    values.mul_(1.37)
+                want = {name: values.clone() for name, values in model.items()}
+                publisher.publish(model)
+                signal.setitimer(signal.ITIMER_REAL, 0.02)
+                with pytest.raises(KeyboardInterrupt):
+                    wait_and_sleep(publisher)
+                for values in model.values():
+                    values.mul_(0.5)
+                publisher.publish(model)
+                result = publisher.wait()
+                assert result is not None
+                folder = tmp_path / f"local{result.version}"
+                pull(tmp_path / "versions", folder, version=result.version - 1)
+                assert same(loaded(folder), want)
+                pull(tmp_path / "versions", folder)
+                assert same(loaded(folder), model)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_hooks_hold_up_nothing_and_options_are_looked_at_early(tmp_path: Path) -> None:
+    model, seen = nn.Linear(8, 8), list[int]()
+
+    def told(result: ckpt_tools.PublishResult) -> None:
+        time.sleep(0.3)
+        seen.append(result.version)
+        raise SystemExit(3)
+
+    with Publisher(tmp_path / "versions", on_publish=told) as publisher:
+        for _ in range(3):
+            publisher.publish(model)
+        publisher.wait()
+        assert len(seen) < 3
+    assert seen == [1, 2, 3]
+    wrong: dict[str, Any] = {"dtype": "bf17", "base": tmp_path / "none", "on_publish": 3}
+    for name, value in wrong.items():
+        with pytest.raises((ckpt_tools.CheckpointError, TypeError)):
+            Publisher(tmp_path / "versions", **{name: value})
 
 
 def test_a_bucket_takes_deltas_of_all_ranks(server: Server, tmp_path: Path) -> None:

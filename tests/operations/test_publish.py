@@ -35,7 +35,7 @@ from ckpt_tools.errors import CheckpointError, FormatError, IntegrityError, Plan
 from ckpt_tools.formats.deltas.encoding import Encoder, check_size, decode, fold, new_hasher
 from tests.operations.llamas import llama
 from tests.servers.servers import Server
-from tests.versions import INDEX, State, apply_versions, loaded
+from tests.versions import INDEX, State, apply_versions, loaded, same
 
 
 def first_state() -> State:
@@ -73,10 +73,6 @@ def model_directory(folder: Path, state: State) -> Path:
     (folder / "config.json").write_text('{"architectures": ["Mine"]}')
     (folder / "tokenizer.json").write_text('{"a": 1}')
     return folder
-
-
-def same(a: State, b: State) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 class Publisher:

@@ -152,7 +152,10 @@ def find_chain(
             raise StorageError(
                 f"version {number} is missing, and version {number + 1} is a change of it"
                 f" ({printable(store.url)})",
-                hint="restore it, or pull a version from the next complete one on",
+                hint=(
+                    "restore it, or pull a version from the next complete one on; a publisher goes"
+                    " on with a complete one: ckpt publish --full, or full=True"
+                ),
                 is_missing=True,
             )
         store = below
