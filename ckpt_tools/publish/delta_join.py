@@ -74,8 +74,8 @@ class ChangeJoiner:
         nbytes = entry.nbytes
         pieces = sorted(piece for change in changes for piece in change.pieces)
         hasher: Hasher = _Joined(changes, nbytes)
-        can_join = all(blocks.can_follow and is_flat(box, entry.shape) for box, blocks in pieces)
-        if can_join and not self._needs_old:
+        follows = all(blocks.can_follow for _, blocks in pieces[1:])
+        if follows and not self._needs_old and all(is_flat(box, entry.shape) for box, _ in pieces):
             itemsize = entry.dtype.itemsize
             parts = (
                 (flat_start(box, entry.shape) * itemsize, box.numel * itemsize, blocks.data)
