@@ -592,7 +592,10 @@ def check_metadata(store: Store) -> None:
     """
     inner, form = detect_in(store)
     try:
-        read_again_if_wrong(inner, lambda: sound_catalog(inner, form))
+        try:
+            read_again_if_wrong(inner, lambda: sound_catalog(inner, form))
+        except dcp.CompressedError:
+            sound_catalog(decompressed(inner), form)
     finally:
         inner.close()
 

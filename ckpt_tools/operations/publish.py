@@ -209,7 +209,7 @@ def _is_damage(error: BaseException, group: Group) -> bool:
 
     All ranks call it, each with its own error.
     """
-    if not isinstance(error, CheckpointError):
+    if not isinstance(error, Exception):
         return False
     try:
         return any(group.all_gather(isinstance(error, IntegrityError), "tell what has failed"))

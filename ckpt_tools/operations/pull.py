@@ -146,7 +146,11 @@ def pull(root: Path_, local: Path_, **how: Unpack[Pulling]) -> PullResult:
         with suppress(CheckpointError):  # the first error is told
             say(url, options, receiver, has, 0)
         raise
-    say(url, options, receiver, number, 0)
+    try:
+        say(url, options, receiver, number, 0)
+    except CheckpointError as error:  # the version is here
+        note = f"the publisher does not know that version {number} is here: {error}"
+        result = replace(result, notes=(*result.notes, note))
     return result
 
 

@@ -1,7 +1,7 @@
 """What receivers of a publication say: the version that each has, and the one that it reads.
 
 A receiver says so in a small file in the directory of the versions. What removes old versions keeps
-those that a receiver still needs. A forged file can only make versions stay, for a day.
+those that a receiver still needs. Who can write there can say anything, and can remove versions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ckpt_tools.errors import CheckpointError, PlanError, printable
+from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.formats.registry import open_folder
 from ckpt_tools.run.roots import open_root
 from ckpt_tools.storage import Store, read
@@ -20,7 +20,7 @@ from ckpt_tools.storage.small_files import parse_json
 
 _NAME, _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"), "receiver.{}.json"
 _FILES = re.compile(r"receiver\.([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json")
-_MAX_BYTES, _MOST = 4096, 10_000
+_MAX_BYTES, _MOST, _TRIES = 4096, 10_000, 3
 _STALE_S, _FRESH_S = 86_400.0, 3_600.0
 
 
@@ -71,7 +71,8 @@ def say(url: str, options: Mapping[str, Any] | None, name: str, has: int, reads:
     now = time.time()
     folder = open_folder(url, options)
     try:
-        before = _read(folder, _FILE.format(name), name)
+        file = _FILE.format(name)
+        before = _read(folder, file, name) if file in folder.list_files() else None
     finally:
         folder.close()
     if before and before[1:3] == (has, reads) and 0 <= now - before.said_s < _FRESH_S:
@@ -84,11 +85,13 @@ def receivers_in(folder: Store) -> tuple[list[Receiver], list[str]]:
     """Returns the receivers that need something, and notes on those that have said nothing lately.
 
     Raises:
-        StorageError: they cannot be read.
+        StorageError: they cannot be read, so that nobody knows what they need.
     """
     found, notes, now = [], [], time.time()
     names = [name for name in sorted(folder.list_files()) if _FILES.fullmatch(name)]
-    for file in names[:_MOST]:
+    if len(names) > _MOST:
+        raise StorageError(f"{len(names):,} receivers are too many ({printable(folder.url)})")
+    for file in names:
         match = _FILES.fullmatch(file)
         assert match is not None
         receiver = _read(folder, file, match[1])
@@ -102,13 +105,25 @@ def receivers_in(folder: Store) -> tuple[list[Receiver], list[str]]:
 
 
 def _read(folder: Store, file: str, name: str) -> Receiver | None:
-    """Returns what a file says; None if it is not there, or says nothing that can be read."""
-    try:
-        if folder.list_files().get(file, _MAX_BYTES + 1) > _MAX_BYTES:
-            return None
-        body: Any = parse_json(read(folder, file).decode("ascii"))
-        has, reads, said_s = body["has"], body["reads"], float(body["said_s"])
-    except (CheckpointError, ValueError, TypeError, KeyError, OverflowError):
+    """Returns what a file says; None if it is gone, or says nothing that can be read.
+
+    Raises:
+        StorageError: it cannot be read now.
+    """
+    for _ in range(_TRIES):  # it may be replaced between its size and its bytes
+        try:
+            if (nbytes := folder.size(file)) > _MAX_BYTES:
+                return None
+            body: Any = parse_json(read(folder, file, 0, nbytes).decode("ascii"))
+            has, reads, said_s = body["has"], body["reads"], float(body["said_s"])
+            break
+        except StorageError as error:
+            if error.is_missing:
+                return None
+            raise
+        except (ValueError, TypeError, KeyError, OverflowError):
+            folder.close()  # the next try opens the file anew
+    else:
         return None
     if not all(type(number) is int and 0 <= number < 1 << 31 for number in (has, reads)):
         return None

@@ -31,7 +31,7 @@ from ckpt_tools.formats.registry import Source
 from ckpt_tools.formats.safetensors import INDEX
 from ckpt_tools.publish.base import Attempt, Destination
 from ckpt_tools.publish.delta_changes import Baseline, ChangeFinder, ChangeSink
-from ckpt_tools.publish.delta_frames import FrameFile, parts_of, wrong_before
+from ckpt_tools.publish.delta_frames import FrameFile, parts_of, told_if_full, wrong_before
 from ckpt_tools.publish.delta_join import ChangeJoiner
 from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.manifest import SealedFile, SealedTensor
@@ -467,7 +467,7 @@ class _JobEncoders:
     ) -> None:
         self._sealed, self.counts = sealed, DeltaCounts.of(before.catalog)
         self._finder, self.frames = ChangeFinder(before, job.baseline), FrameFile(folder)
-        self._joiner = ChangeJoiner(before, index, folder, job.jobs, self.frames)
+        self._joiner = ChangeJoiner(before, sealed, index, folder, job.jobs, self.frames)
 
     def __enter__(self) -> _JobEncoders:
         return self
@@ -495,13 +495,8 @@ class _DeltaWriter:
         self._encoders, self._file = encoders, file
 
     def write_at(self, start: int, data: memoryview | bytes) -> None:
-        try:
+        with told_if_full():
             self._encoders.put(self._file, start, memoryview(data).cast("B"))
-        except OSError as error:
-            raise StorageError(
-                f"cannot keep the changes until they are published: {error.strerror}",
-                hint="they wait in ROOT, or for a bucket in TMPDIR: make room there",
-            ) from error
 
     def view(self, start: int, nbytes: int) -> memoryview | None:
         del start, nbytes

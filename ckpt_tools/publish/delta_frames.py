@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from io import BytesIO
 from itertools import chain
 from tempfile import TemporaryFile
 from typing import IO
 
 from ckpt_tools.core.checksum import crc64nvme, hex64
-from ckpt_tools.errors import IntegrityError, printable
+from ckpt_tools.errors import IntegrityError, StorageError, printable
 from ckpt_tools.formats.deltas.chain import as_patched
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.publish.manifest import SealedFile
@@ -41,14 +43,17 @@ class FrameFile:
     """The finished frames one after the other, in a file without a name."""
 
     def __init__(self, folder: str | None) -> None:
-        self._file: IO[bytes] = TemporaryFile(prefix="ckpt-", dir=folder)  # noqa: SIM115  # see `close`
+        self._folder = folder
+        self._file: IO[bytes] = BytesIO()
         self._lock = threading.Lock()
         self.table: dict[str, tuple[int, int, str]] = {}  # start, end and checksum by tensor
         self.nbytes = 0
 
     def add(self, name: str, frame: Iterable[bytes], checksum: str) -> None:
         """Adds the frame of a tensor, which comes in parts."""
-        with self._lock:
+        with self._lock, told_if_full():
+            if not self.table:  # here, all ranks hear of it if there is no room
+                self._file = TemporaryFile(prefix="ckpt-", dir=self._folder)  # noqa: SIM115  # see `close`
             start = self.nbytes
             for piece in frame:
                 self._file.write(piece)
@@ -85,6 +90,22 @@ class FrameFile:
     def close(self) -> None:
         """Gives up the room."""
         self._file.close()
+
+
+@contextmanager
+def told_if_full() -> Iterator[None]:
+    """Tells what to do if changes cannot be kept until they are published.
+
+    Raises:
+        StorageError: the body has raised OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot keep the changes until they are published: {error.strerror}",
+            hint="they wait in ROOT, or for a bucket in TMPDIR: make room there",
+        ) from error
 
 
 def parts_of(file: IO[bytes]) -> Iterator[bytes]:

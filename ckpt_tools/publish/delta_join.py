@@ -17,6 +17,7 @@ import zstandard
 
 from ckpt_tools.core.box import BoxIndex, bands, flat_start, is_flat, whole
 from ckpt_tools.core.catalog import TensorEntry
+from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.engine.kernels import Bytes, gather, scatter
 from ckpt_tools.engine.sinks import empty_bytes
 from ckpt_tools.formats.deltas.encoding import Encoder, Hasher, new_hasher
@@ -24,7 +25,7 @@ from ckpt_tools.formats.deltas.joined_frames import frame_of
 from ckpt_tools.formats.deltas.layout import ADLER32, OVERWRITE, DeltaIndex
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.publish.delta_changes import ADLER_BASE, Piece, TensorChange
-from ckpt_tools.publish.delta_frames import FrameFile, parts_of
+from ckpt_tools.publish.delta_frames import FrameFile, parts_of, told_if_full, wrong_before
 from ckpt_tools.ranks.base import Group
 
 _BLOCK_BYTES = 2 << 20
@@ -40,9 +41,16 @@ class ChangeJoiner:
     """
 
     def __init__(
-        self, before: Source, index: DeltaIndex, folder: str | None, jobs: int, frames: FrameFile
+        self,
+        before: Source,
+        sealed: Mapping[str, int],
+        index: DeltaIndex,
+        folder: str | None,
+        jobs: int,
+        frames: FrameFile,
     ) -> None:
         self._before, self._index, self._folder, self._jobs = before, index, folder, jobs
+        self._sealed = sealed
         self._frames, self._lock = frames, threading.Lock()
         self.num_changed = self.changed_nbytes = 0
         # with these, a frame needs neither the old bytes nor the new ones
@@ -95,8 +103,9 @@ class ChangeJoiner:
         nbytes, extent = entry.nbytes, entry.chunks[0].extent
         if self._index.checksum != ADLER32:
             hasher = new_hasher(self._index.checksum)
-        encoder = Encoder(self._index.encoding, nbytes, hasher, self._folder)
+        encoder, old_crc = Encoder(self._index.encoding, nbytes, hasher, self._folder), 0
         with (
+            told_if_full(),
             closing(encoder),
             SpooledTemporaryFile(_IN_MEMORY_BYTES, prefix="ckpt-", dir=self._folder) as frame,
         ):
@@ -104,8 +113,11 @@ class ChangeJoiner:
                 start, old = encoder.at, np.zeros(len(diff), np.uint8)
                 if self._needs_old:
                     self._before.store.read_into(extent.file, extent.start + start, old.data)
+                    old_crc = crc64nvme(old.data, old_crc)
                     np.bitwise_xor(diff, old, out=diff)
                 frame.write(encoder.add(diff, old))
+            if self._needs_old and self._sealed.get(name, old_crc) != old_crc:
+                raise wrong_before(name, self._before)
             for rest in encoder.finish():
                 frame.write(rest)
             self._frames.add(name, parts_of(frame), encoder.checksum)

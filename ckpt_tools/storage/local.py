@@ -125,18 +125,20 @@ class LocalStore(StoreDefaults):
     def list_files(self, below: bool = False) -> Mapping[str, int]:
         try:
             found = sorted(os.scandir(self._root), key=lambda e: e.name)
-            files = {
-                e.name: e.stat().st_size for e in found if _is_file(e) and self._lies_inside(e)
-            }
+            files = self._sizes(found)
             for folder in (e for e in found if below and _is_folder(e) and self._lies_inside(e)):
                 inner = sorted(os.scandir(folder.path), key=lambda e: e.name)
-                files |= {
-                    f"{folder.name}/{e.name}": e.stat().st_size
-                    for e in inner
-                    if _is_file(e) and self._lies_inside(e)
-                }
+                files |= {f"{folder.name}/{name}": n for name, n in self._sizes(inner).items()}
         except OSError as error:
             raise failed("list a directory", self.root, error) from error
+        return files
+
+    def _sizes(self, entries: Iterable[os.DirEntry[str]]) -> dict[str, int]:
+        files = {}
+        for entry in entries:
+            if _is_file(entry) and self._lies_inside(entry):
+                with suppress(FileNotFoundError):  # it was removed since the listing
+                    files[entry.name] = entry.stat().st_size
         return files
 
     def folders(self) -> list[str]:

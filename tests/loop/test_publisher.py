@@ -304,6 +304,31 @@ def test_a_failed_version_leaves_the_chain_and_the_next_one_is_right(tmp_path: P
     assert torch.equal(found["weight"], model.weight)
 
 
+@pytest.mark.parametrize("how", [{"checksum": "xxh3-128"}, {"encoding": "overwrite"}])
+def test_old_bytes_that_are_read_a_second_time_are_proved(
+    how: dict[str, Any], tmp_path: Path
+) -> None:
+    model, root = nn.Linear(40, 30, bias=False), tmp_path / "versions"
+    with Publisher(root, **how) as publisher:
+        publisher.publish(model)
+        with torch.no_grad():
+            model.weight[3] += 1
+        publisher.publish(model)
+        publisher.wait()
+        (file,) = (root / "weight_v000001").glob("*.safetensors")
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 1
+        file.write_bytes(data)
+        with torch.no_grad():
+            model.weight[-1] += 1
+        publisher.publish(model)  # it compares with its own memory, which is right
+        with pytest.raises(ckpt_tools.IntegrityError, match="not what was sealed"):
+            publisher.wait()
+        publisher.publish(model, full=True)
+        publisher.wait()
+    assert torch.equal(loaded(root / "weight_v000003")["weight"], model.weight)
+
+
 @pytest.mark.slow
 def test_a_killed_job_leaves_whole_versions_and_another_goes_on(tmp_path: Path) -> None:
     """Random ranks of three die at random instants, ten times in a row on one chain."""

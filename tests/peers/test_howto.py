@@ -122,6 +122,24 @@ BLOCKS = {
         "",
         (
             1,
+            NET
+            + """
+from pathlib import Path
+from safetensors.torch import save_file
+Path("base").mkdir()
+Path("base/config.json").write_text('{"architectures": ["Mine"]}')
+save_file({n: v.bfloat16() for n, v in model.state_dict().items()}, "base/model.safetensors")
+last = 3
+
+
+def train(model):
+    with torch.no_grad():
+        model[0].weight += 1
+""",
+            "import ckpt_tools\nassert ckpt_tools.pull('versions', 'local').version == 3",
+        ),
+        (
+            1,
             NET + "import ckpt_tools\nckpt_tools.save('run/step-00000200', {'model': model})\n",
             "assert result.version == 1",
         ),

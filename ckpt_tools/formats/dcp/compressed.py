@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import io
 import os
+import re
+import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
@@ -32,7 +34,8 @@ from ckpt_tools.storage.memory import MemoryStore
 _READ_BYTES, _WRITE_BYTES = 1 << 20, 1 << 20
 _MAX_WINDOW_BYTES = 1 << 27
 _MAX_MORE_BYTES = 1 << 20  # of a tensor's archive, besides its elements
-_MAX_OBJECT_BYTES = 256 << 20
+_MAX_OBJECT_BYTES, _MAX_OBJECTS_BYTES = 256 << 20, 4 << 30  # of one, and of all
+_OF_RANK = re.compile(r"__[0-9]+\.metadata")
 _ZIP, _END_OF_ZIP, _TAIL_BYTES = b"PK\3\4", b"PK\5\6", 22
 
 
@@ -41,6 +44,11 @@ class _Item(NamedTuple):
 
     at: ItemLocation
     most: int
+
+    @property
+    def is_object(self) -> bool:
+        """Tells whether the item may be an object: no tensor limits it."""
+        return self.most == _MAX_OBJECT_BYTES
 
 
 class _Compressed(io.RawIOBase):
@@ -78,30 +86,33 @@ class DecompressedStore(StoreDefaults):
         self._base, self.url, self.traffic = base, base.url, base.traffic
         kind = base.capabilities
         self.capabilities = Capabilities(can_write_anywhere=False, is_remote=kind.is_remote)
-        indexes = {
-            name: parse_metadata(read(base, name), name)
-            for name in base.list_files()
-            if name.endswith(".metadata")
-        }
+        files = base.list_files()
+        names = [".metadata"] if ".metadata" in files else filter(_OF_RANK.fullmatch, files)
+        indexes = {name: parse_metadata(read(base, name), name) for name in names}
         items: dict[ItemLocation, int] = {}
         for metadata in indexes.values():
             for at, most in _limits(metadata):
+                if at.start < 0 or at.nbytes <= 0:
+                    raise FormatError(
+                        f"an item has no place: {at.nbytes} bytes at {at.start}"
+                        f" ({printable(at.file)})"
+                    )
                 items[at] = max(most, items.get(at, 0))
         self._file = TemporaryFile(prefix="ckpt-")  # noqa: SIM115  # closed with this object
         weakref.finalize(self, self._file.close)
-        try:
-            self._moved = self._decompress([_Item(*item) for item in sorted(items.items())])
-        except BaseException:
-            self._file.close()
-            raise
+        self._lock, self._end, self._object_nbytes = threading.Lock(), 0, 0
         self._files: dict[str, list[tuple[int, int, int]]] = {}
         self._sizes: dict[str, int] = {}
         places: dict[ItemLocation, ItemLocation] = {}
-        for at, (start, nbytes) in self._moved.items():
-            end = self._sizes.get(at.file, 0)
-            self._files.setdefault(at.file, []).append((end, nbytes, start))
-            self._sizes[at.file] = end + nbytes
-            places[at] = ItemLocation(at.file, end, nbytes)
+        ordered = [_Item(*item) for item in sorted(items.items())]
+        with ThreadPoolExecutor(num_threads(None), "ckpt-zstd") as pool:
+            for item, parts in zip(ordered, pool.map(self._one, ordered), strict=True):
+                first = end = self._sizes.get(item.at.file, 0)
+                for where, nbytes in parts:
+                    self._files.setdefault(item.at.file, []).append((end, nbytes, where))
+                    end += nbytes
+                self._sizes[item.at.file] = end
+                places[item.at] = ItemLocation(item.at.file, first, end - first)
         self._memory = MemoryStore(
             {
                 name: render(_moved(metadata, places), metadata.extras.get("save_id", ""))
@@ -110,20 +121,9 @@ class DecompressedStore(StoreDefaults):
             base.url,
         )
 
-    def _decompress(self, items: list[_Item]) -> dict[ItemLocation, tuple[int, int]]:
-        """Returns where each decompressed item lies in the temporary file: first byte, bytes."""
-        starts, at = [], 0
-        for item in items:  # each has room for the most; a file has holes for free
-            starts.append(at)
-            at += item.most
-        with ThreadPoolExecutor(num_threads(None), "ckpt-zstd") as pool:
-            sizes = pool.map(self._one, items, starts)
-            found = zip(items, starts, sizes, strict=True)
-            return {item.at: (start, nbytes) for item, start, nbytes in found}
-
-    def _one(self, item: _Item, start: int) -> int:
-        """Decompresses an item, and returns its bytes."""
-        nbytes, buffer = 0, bytearray(_WRITE_BYTES)
+    def _one(self, item: _Item) -> list[tuple[int, int]]:
+        """Decompresses an item, and returns its parts in the temporary file: first byte, bytes."""
+        nbytes, buffer, parts = 0, bytearray(_WRITE_BYTES), list[tuple[int, int]]()
         first = last = b""
         decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
         with decompressor.stream_reader(
@@ -139,17 +139,33 @@ class DecompressedStore(StoreDefaults):
                         f"a compressed item is longer than its tensor: over {item.most:,} bytes"
                         f" ({printable(item.at.file)}, byte {item.at.start})"
                     )
-                try:
-                    os.pwrite(self._file.fileno(), memoryview(buffer)[:count], start + nbytes)
-                except OSError as error:
-                    raise StorageError(
-                        f"cannot decompress into a temporary file: {error.strerror}",
-                        hint="make room in TMPDIR, for as many bytes as the checkpoint has tensors",
-                    ) from error
+                parts.append((self._write(memoryview(buffer)[:count], item), count))
                 nbytes += count
         if not nbytes or (first == _ZIP and _END_OF_ZIP not in last):
             raise _damaged(item.at, "it ends early")  # nothing else tells that a stream is cut
-        return nbytes
+        return parts
+
+    def _write(self, data: memoryview, item: _Item) -> int:
+        """Adds bytes to the temporary file, and returns where they begin."""
+        with self._lock:
+            start, self._end = self._end, self._end + len(data)
+            self._object_nbytes += len(data) * item.is_object
+            if self._object_nbytes > _MAX_OBJECTS_BYTES:
+                raise FormatError(
+                    f"the objects decompress to more than {_MAX_OBJECTS_BYTES:,} bytes"
+                    f" ({printable(self.url)})"
+                )
+        at = start
+        try:
+            while len(data):
+                count = os.pwrite(self._file.fileno(), data, at)
+                at, data = at + count, data[count:]
+        except OSError as error:
+            raise StorageError(
+                f"cannot decompress into a temporary file: {error.strerror}",
+                hint="make room in TMPDIR, for as many bytes as the checkpoint has tensors",
+            ) from error
+        return start
 
     def list_files(self, below: bool = False) -> Mapping[str, int]:
         memory = {name: self._memory.size(name) for name in self._memory.files}
@@ -194,7 +210,9 @@ class DecompressedStore(StoreDefaults):
                 break
             while low < high:
                 part = buffer[low - start : high - start]
-                low += os.preadv(self._file.fileno(), [part], where + low - at)
+                if not (count := os.preadv(self._file.fileno(), [part], where + low - at)):
+                    raise StorageError("the temporary file of decompressed items was cut")
+                low += count
 
     def create(self, path: str, nbytes: int) -> Writer:
         raise StorageError(f"a checkpoint is not written to: {printable(path)} ({nbytes} bytes)")
