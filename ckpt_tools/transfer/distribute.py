@@ -7,7 +7,7 @@ A process by itself is a group of one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -130,12 +130,10 @@ def stage_together(
                 staged = dst.join(attempt, single, shares_files=True)
             yield staged
         return
-    with (
-        group.phase("publish"),
-        dst.stage(attempt, overwrite, single, kept_glob, takes_over) as staged,
-    ):
+    with group.phase("publish"), ExitStack() as stack:
         with group.phase("make room"):
-            pass
+            begun = dst.stage(attempt, overwrite, single, kept_glob, takes_over)
+            staged = stack.enter_context(begun)
         with group.phase("join"):
             pass
         yield staged
