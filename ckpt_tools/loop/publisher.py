@@ -122,6 +122,8 @@ class Publisher:
 
         Raises:
             PlanError: an option has a wrong value, or does not fit the root.
+            StorageError: there is no such `base`.
+            PeerError: the ranks have different options; the message has each rank's.
         """
         if taken := {"full", "dry_run", "group", "progress", "shapes"} & how.keys():
             raise PlanError(

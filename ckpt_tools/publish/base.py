@@ -113,7 +113,7 @@ class Attempt(ABC):
         """Returns the store that accepts the files."""
 
     def sink(self, target: Target) -> WriteSink | None:
-        """Returns what takes the values of the target instead of its files; None for nothing."""
+        """Returns the sink that takes the values instead of files; None if the files take them."""
         del target
         return None
 

@@ -1,4 +1,4 @@
-"""What one rank of a job finds: where its part of the model differs from the version before.
+"""Finds where a rank's part of the model differs from the version before.
 
 Each rank compares its boxes with the old bytes there, and compresses the difference. The pieces of
 a tensor then go to one rank, which makes a frame of them (`delta_join`). No rank ever has all new
@@ -74,7 +74,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class TensorChange:
-    """What one rank knows of a tensor.
+    """The change of a tensor, as far as one rank knows it.
 
     Attributes:
         pieces: the boxes that have changed.

@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import zstandard
 from safetensors.torch import load_file
+from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
 
@@ -160,7 +161,11 @@ def test_hostile_items_are_refused_in_bounded_room(tmp_path: Path) -> None:
         ckpt_tools.inspect(path)
     (problem,) = ckpt_tools.verify(path).problems
     assert "longer than its tensor" in problem.what
-    at.transform_descriptors = None
+    length, at.length = at.length, -5
+    index.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(FormatError, match="no place"):
+        ckpt_tools.inspect(path)
+    at.length, at.transform_descriptors = length, None
     index.write_bytes(pickle.dumps(metadata))
     with pytest.raises(FormatError, match="some items are compressed"):
         ckpt_tools.inspect(path)
@@ -168,6 +173,19 @@ def test_hostile_items_are_refused_in_bounded_room(tmp_path: Path) -> None:
     index.write_bytes(pickle.dumps(metadata))
     with pytest.raises(FormatError, match="rot13"):
         ckpt_tools.inspect(path)
+
+
+def test_a_compressed_step_is_resumed_and_a_stray_file_is_left_alone(tmp_path: Path) -> None:
+    ours = {"model": nn.Linear(3, 2), "step": 10}
+    with ckpt_tools.CheckpointManager(tmp_path / "run") as checkpoints:
+        checkpoints.save(10, ours)
+    later = {"model": {k: v + 1 for k, v in ours["model"].state_dict().items()}, "step": 20}
+    path = tmp_path / "run" / "step-00000020"
+    dcp.save(later, storage_writer=FileSystemWriter(path, _extensions=[ZStandard()]), no_dist=True)
+    (path / "notes.metadata").write_text("mine")
+    with ckpt_tools.CheckpointManager(tmp_path / "run") as checkpoints:
+        assert checkpoints.resume(ours) == 20
+    assert ours["step"] == 20 and same(dict(ours["model"].state_dict()), later["model"])
 
 
 def test_a_compressed_checkpoint_in_a_bucket(server: Server, tmp_path: Path) -> None:

@@ -40,15 +40,14 @@ _ZIP, _END_OF_ZIP, _TAIL_BYTES = b"PK\3\4", b"PK\5\6", 22
 
 
 class _Item(NamedTuple):
-    """An item of a data file, and the most bytes that it may decompress to."""
+    """An item of a data file, the most bytes that it may decompress to, and whether no tensor says.
+
+    Objects have a limit together, too.
+    """
 
     at: ItemLocation
     most: int
-
-    @property
-    def is_object(self) -> bool:
-        """Tells whether the item may be an object: no tensor limits it."""
-        return self.most == _MAX_OBJECT_BYTES
+    is_object: bool
 
 
 class _Compressed(io.RawIOBase):
@@ -89,22 +88,23 @@ class DecompressedStore(StoreDefaults):
         files = base.list_files()
         names = [".metadata"] if ".metadata" in files else filter(_OF_RANK.fullmatch, files)
         indexes = {name: parse_metadata(read(base, name), name) for name in names}
-        items: dict[ItemLocation, int] = {}
+        items: dict[ItemLocation, _Item] = {}
         for metadata in indexes.values():
-            for at, most in _limits(metadata):
+            for item in _items(metadata):
+                at = item.at
                 if at.start < 0 or at.nbytes <= 0:
                     raise FormatError(
                         f"an item has no place: {at.nbytes} bytes at {at.start}"
                         f" ({printable(at.file)})"
                     )
-                items[at] = max(most, items.get(at, 0))
+                items[at] = max(item, items.get(at, item))
         self._file = TemporaryFile(prefix="ckpt-")  # noqa: SIM115  # closed with this object
         weakref.finalize(self, self._file.close)
         self._lock, self._end, self._object_nbytes = threading.Lock(), 0, 0
         self._files: dict[str, list[tuple[int, int, int]]] = {}
         self._sizes: dict[str, int] = {}
         places: dict[ItemLocation, ItemLocation] = {}
-        ordered = [_Item(*item) for item in sorted(items.items())]
+        ordered = sorted(items.values())
         with ThreadPoolExecutor(num_threads(None), "ckpt-zstd") as pool:
             for item, parts in zip(ordered, pool.map(self._one, ordered), strict=True):
                 first = end = self._sizes.get(item.at.file, 0)
@@ -237,8 +237,7 @@ def _damaged(at: ItemLocation, why: str) -> IntegrityError:
     )
 
 
-def _limits(metadata: Metadata) -> Iterator[tuple[ItemLocation, int]]:
-    """Yields the place of each item, and the most bytes that it may decompress to."""
+def _items(metadata: Metadata) -> Iterator[_Item]:
     boxes = {
         (fqn, box.offsets): box.numel * by_name(meta.dtype, repr(printable(fqn))).itemsize
         for fqn, meta in metadata.tensors.items()
@@ -246,9 +245,9 @@ def _limits(metadata: Metadata) -> Iterator[tuple[ItemLocation, int]]:
     }
     for key, at in metadata.places.items():
         if key[1] is None:
-            yield at, _MAX_OBJECT_BYTES
+            yield _Item(at, _MAX_OBJECT_BYTES, True)
         else:
-            yield at, boxes.get((key[0], key[1]), 0) + _MAX_MORE_BYTES
+            yield _Item(at, boxes.get((key[0], key[1]), 0) + _MAX_MORE_BYTES, False)
 
 
 def _moved(metadata: Metadata, places: Mapping[ItemLocation, ItemLocation]) -> Metadata:

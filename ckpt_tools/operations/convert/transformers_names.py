@@ -161,7 +161,7 @@ class ModelNames:
 
 
 _MOST_TOLD = 4
-_told: dict[str, tuple[Any, str]] = {}  # by configuration, the newest last
+_told: dict[str, Any] = {}  # answers by configuration, the newest last
 
 
 def ask_transformers(
@@ -178,13 +178,14 @@ def ask_transformers(
     """
     asked = {"base": os.path.abspath(base), "architectures": config.get("architectures")}
     key = json.dumps([asked, config], sort_keys=True, default=str)
-    if key not in _told:  # a job that publishes asks again and again
+    told = _told.get(key)  # a job that publishes asks again and again
+    if told is None:
+        told, reason = ask(_TRACE, asked)
+        if told is None:  # another time it may answer
+            return None, reason
         while len(_told) >= _MOST_TOLD:
             _told.pop(next(iter(_told)), None)
-        _told[key] = ask(_TRACE, asked)
-    told, reason = _told[key]
-    if told is None:
-        return None, reason
+        _told[key] = told
     joined = {
         name: JoinedMemory(tuple(shape), [(tuple(at), _strided(*view)) for at, *view in parts])
         for name, (shape, parts) in told["joined"].items()
