@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ckpt_tools.loop.state.state_dict import PerRank, RngState
     from ckpt_tools.loop.steps.retention import Pruned
     from ckpt_tools.loop.steps.runs import latest, prune, steps
+    from ckpt_tools.loop.weight_patches import WeightPatch, weight_patches
     from ckpt_tools.operations.average import average
     from ckpt_tools.operations.check_run import RunProblem, check_run
     from ckpt_tools.operations.convert.convert import convert
@@ -109,6 +110,7 @@ __all__ = [
     "TransferResult",
     "UnsafePickleError",
     "VerifyResult",
+    "WeightPatch",
     "Writing",
     "__version__",
     "average",
@@ -135,11 +137,13 @@ __all__ = [
     "steps",
     "thin",
     "verify",
+    "weight_patches",
 ]
 
 _LAZY = {
     "PublishResult": "operations.publish",
     "Publisher": "loop.publisher",
+    **dict.fromkeys(("WeightPatch", "weight_patches"), "loop.weight_patches"),
     "publish_version": "operations.publish",
     "PullResult": "operations.pull",
     "pull": "operations.pull",

@@ -56,7 +56,7 @@ _TEXTS = _Kind("a list of texts", _are_texts)
 _TEXT = _Kind("a text", lambda value: isinstance(value, str))
 _TABLE = _Kind("a dict", lambda value: isinstance(value, Mapping))
 _TOLERANCE = _Kind("a number, at least 0 and finite", _is_tolerance)
-_REQUIRED = ("src", "dst", "a", "b", "to", "to_ranks", "root", "local")
+_REQUIRED = ("src", "dst", "a", "b", "to", "to_ranks", "root", "local", "from_version")
 _KINDS = {
     **dict.fromkeys(
         ("src", "dst", "a", "b", "lora", "key_map", "base", "shapes", "root", "local"), _PATH
@@ -99,6 +99,10 @@ _KINDS = {
     ),
     **dict.fromkeys(("storage_options", "to_storage_options", "settings"), _TABLE),
     **dict.fromkeys(("atol", "rtol"), _TOLERANCE),
+    "from_version": _Kind(
+        "a whole number of at least 0",
+        lambda value: _is_count(value) or (type(value) is int and not value),
+    ),
     "dtype": _Kind("bf16, fp16, fp32, fp64, or a dtype of torch", _is_dtype),
 }
 

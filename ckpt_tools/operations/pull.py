@@ -99,7 +99,7 @@ class PullResult:
 class _Pulled(NamedTuple):
     """What the note of the last pull says: the version, what tells it apart, and the files.
 
-    A file has its bytes, and its CRC-64 if it is short.
+    A file has its bytes, and its CRC-64 if it is short and has no weights.
     """
 
     version: int
@@ -269,9 +269,10 @@ def _with_note(source: Source, number: int, identity: str) -> Source:
     """Returns a version with the note of this pull beside its files."""
     store = source.store
     files = {
-        name: (nbytes, hex64(crc64nvme(read(store, name))) if nbytes <= _SHORT_BYTES else "")
+        name: (nbytes, hex64(crc64nvme(read(store, name))) if is_short else "")
         for name, nbytes in store.list_files(below=True).items()
         if note_of(name) is None
+        for is_short in [nbytes <= _SHORT_BYTES and not name.endswith(SUFFIX)]
     }
     name = note_name(PULLED, attempt_for(f"{number} {identity}"))
     note = _Pulled(number, identity, files).render()

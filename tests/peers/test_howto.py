@@ -140,6 +140,24 @@ def train(model):
         ),
         (
             1,
+            """
+import torch
+from safetensors.torch import save_file
+import ckpt_tools
+for number in range(1, 4):
+    state = {"a": torch.arange(4.0) * number, "n": torch.tensor(number)}
+    save_file(state, "model.safetensors")
+    ckpt_tools.publish_version("model.safetensors", "versions")
+model, loaded = None, []
+
+
+def load_checkpoint_weight_patches(model, patches):
+    loaded.append([(patch.name, patch.values.tolist()) for patch in patches])
+""",
+            "assert loaded == [[('a', [3.0, 6.0, 9.0])], [('n', [3])]], loaded",
+        ),
+        (
+            1,
             NET + "import ckpt_tools\nckpt_tools.save('run/step-00000200', {'model': model})\n",
             "assert result.version == 1",
         ),

@@ -6,7 +6,9 @@ are applied to the bytes as they are read, so several deltas are one pass. Nothi
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -35,6 +37,7 @@ from ckpt_tools.storage.base import StoreDefaults
 from ckpt_tools.storage.memory import MemoryStore
 
 _PIECE_BYTES = 2 << 20
+_AHEAD_BYTES = 64 << 20  # of frames in a bucket that are fetched before they are asked for
 _KEPT_BYTES = 64 << 20  # of decoded changes
 _KEPT_TENSORS = 4  # whatever their bytes: threads may be at several tensors
 
@@ -49,9 +52,17 @@ class Layer(NamedTuple):
     store: Store
     reopen: Callable[[], Store]
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is in a bucket. Then it has no open files, and may stay open."""
+        return self.store.capabilities.is_remote
+
     @contextmanager
     def opened(self) -> Iterator[Store]:
         """Yields the directory, and closes its files."""
+        if self.is_remote:
+            yield self.store
+            return
         store = self.reopen()
         try:
             yield store
@@ -141,7 +152,8 @@ def find_chain(
                 hint="its directory was renamed or copied: give it its own name back",
             )
         layers.insert(0, Layer(index, store, partial(sibling, version_name(number))))
-        store.close()  # its index is read; a chain may be long
+        if not store.capabilities.is_remote:
+            store.close()  # its index is read; a chain may be long
         said = said or index.base
         number = index.base_number
         if number == 0:
@@ -219,7 +231,7 @@ class PatchedStore(StoreDefaults):
         self.traffic, kind = self._base.traffic, self._base.capabilities
         self.capabilities = Capabilities(
             can_write_anywhere=False,
-            fetches_ahead=kind.fetches_ahead,
+            fetches_ahead=kind.fetches_ahead or any(layer.is_remote for layer in chain.layers),
             is_remote=any(s.capabilities.is_remote for s in (self._base, self._last)),
         )
         catalog = safetensors.read_catalog(self._base)
@@ -232,7 +244,8 @@ class PatchedStore(StoreDefaults):
             self._by_file.setdefault(tensor.file, []).append(tensor)
         own = self._last.list_files()
         is_sealed = any(note_of(name) == (MANIFEST, "") for name in own)
-        self._decoded = _Decoded(None if is_sealed else self._check)
+        self._ahead = _FramesAhead()
+        self._decoded = _Decoded(None if is_sealed else self._check, self._ahead)
 
     @property
     def about(self) -> str:
@@ -282,18 +295,30 @@ class PatchedStore(StoreDefaults):
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         self._of(path).read_into(path, start, buffer)
-        changed = self._by_file.get(path)
-        if not changed or not len(buffer):
-            return
         data, end = np.frombuffer(buffer, np.uint8), start + len(buffer)
+        for tensor in self._changed_in(path, start, len(buffer)):
+            low, high = max(start, tensor.start), min(end, tensor.start + tensor.nbytes)
+            for patch in self._decoded.get(tensor):
+                patch.apply(data[low - start : high - start], low - tensor.start)
+
+    def _changed_in(self, path: str, start: int, nbytes: int) -> Iterator[ChangedTensor]:
+        """Yields the changed tensors of which a range has bytes."""
+        changed, end = self._by_file.get(path, []), start + nbytes
         at = max(0, bisect_right(changed, start, key=lambda t: t.start) - 1)
         for tensor in changed[at:]:
             if tensor.start >= end:
-                break
-            low, high = max(start, tensor.start), min(end, tensor.start + tensor.nbytes)
-            if low < high:
-                for patch in self._decoded.get(tensor):
-                    patch.apply(data[low - start : high - start], low - tensor.start)
+                return
+            if max(start, tensor.start) < min(end, tensor.start + tensor.nbytes):
+                yield tensor
+
+    def patches_of(self, fqn: str) -> Sequence[Patch]:
+        """Returns the changes of a tensor since the complete version, in order; none if it stayed.
+
+        Raises:
+            CheckpointError: they cannot be read, or are damaged.
+        """
+        tensor = self.changed.get(fqn)
+        return () if tensor is None else self._decoded.get(tensor)
 
     def _check(self, tensor: ChangedTensor, patches: Sequence[Patch]) -> None:
         """Compares a changed tensor with the checksum of its publisher: nothing else proves it."""
@@ -318,7 +343,9 @@ class PatchedStore(StoreDefaults):
         return hasher.hexdigest() == frame.checksum
 
     def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
-        self._base.will_read((r for r in ranges if self._of(r[0]) is self._base), is_all)
+        mine = [r for r in ranges if self._of(r[0]) is self._base]
+        self._ahead.announce(t for r in mine for t in self._changed_in(*r))
+        self._base.will_read(mine, is_all)
 
     def create(self, path: str, nbytes: int) -> Writer:
         raise StorageError(f"a version is not written to: {printable(path)} ({nbytes} bytes)")
@@ -397,12 +424,58 @@ def damaged_frames(store: Store, index: DeltaIndex, jobs: int) -> dict[str, str]
         return {fqn: why for fqn, why in zip(found.tensors, told, strict=True) if why}
 
 
+class _FramesAhead:
+    """Tells the stores of a bucket which frames will be read, so that many requests run at once.
+
+    The frames that are announced and not read yet take a bounded part of the memory.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._seen, self._waiting = threading.Lock(), set[str](), deque[ChangedTensor]()
+        self._coming: dict[str, int] = {}
+        self._nbytes = 0
+
+    def announce(self, tensors: Iterable[ChangedTensor]) -> None:
+        """Queues the frames of tensors, each once."""
+        with self._lock:
+            for tensor in tensors:
+                if tensor.fqn not in self._seen:
+                    self._seen.add(tensor.fqn)
+                    self._waiting.append(tensor)
+            self._start()
+
+    def has_read(self, tensor: ChangedTensor) -> None:
+        """Notes that the frames of a tensor have been read."""
+        with self._lock:
+            self._nbytes -= self._coming.pop(tensor.fqn, 0)
+            self._start()
+
+    def _start(self) -> None:
+        if self._nbytes > _AHEAD_BYTES // 2:  # neighbours that start together share a request
+            return
+        ranges: dict[int, tuple[Store, list[tuple[str, int, int]]]] = {}
+        while self._waiting and self._nbytes < _AHEAD_BYTES:
+            tensor = self._waiting.popleft()
+            frames = [frame for frame in tensor.frames if frame.layer.is_remote]
+            self._coming[tensor.fqn] = sum(frame.nbytes for frame in frames)
+            self._nbytes += self._coming[tensor.fqn]
+            for layer, file, start, nbytes, _ in frames:
+                mine = ranges.setdefault(id(layer.store), (layer.store, []))[1]
+                mine.append((file, start, nbytes))
+        for store, mine in ranges.values():
+            store.will_read(mine)
+
+
 class _Decoded:
     """The decoded changes of tensors in use. Each is decoded once, however many threads want it."""
 
-    def __init__(self, check: Callable[[ChangedTensor, Sequence[Patch]], None] | None) -> None:
+    def __init__(
+        self,
+        check: Callable[[ChangedTensor, Sequence[Patch]], None] | None,
+        ahead: _FramesAhead,
+    ) -> None:
         """Takes what proves a decoded tensor, if nobody else does."""
-        self._check, self._right = check, set[str]()
+        self._check, self._right, self._ahead = check, set[str](), ahead
         self._kept = SharedCache[str, Sequence[Patch]](
             _KEPT_BYTES, _KEPT_TENSORS, lambda patches: sum(patch.nbytes for patch in patches)
         )
@@ -413,6 +486,7 @@ class _Decoded:
 
     def _proved(self, tensor: ChangedTensor) -> Sequence[Patch]:
         patches = _decode(tensor)
+        self._ahead.has_read(tensor)
         if self._check is not None and tensor.fqn not in self._right:
             self._check(tensor, patches)
             self._right.add(tensor.fqn)
