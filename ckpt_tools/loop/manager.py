@@ -51,16 +51,17 @@ from ckpt_tools.loop.preemption import Preemption
 from ckpt_tools.loop.save_times import SaveTimes
 from ckpt_tools.loop.saving.background import BackgroundWriter, PendingSave
 from ckpt_tools.loop.saving.collect import Collector, SaveRequest
-from ckpt_tools.loop.saving.frozen import FrozenShards
 from ckpt_tools.loop.saving.hooks import Hooks, OnCommit, OnError
 from ckpt_tools.loop.saving.huggingface_copies import HuggingFace, HuggingFaceWriter
 from ckpt_tools.loop.saving.limits import WriteLimits
 from ckpt_tools.loop.saving.replicas import Proof
 from ckpt_tools.loop.saving.save import Save, SaveReport
+from ckpt_tools.loop.saving.staying import SettledTensors, StayingShards
 from ckpt_tools.loop.signals import SignalWatch
 from ckpt_tools.loop.state.device_statistics import measure_on_device
 from ckpt_tools.loop.state.late_staging import LateStaging
 from ckpt_tools.loop.state.optimizers import StateOwners
+from ckpt_tools.loop.state.shard_info import FileKind
 from ckpt_tools.loop.state.staging import StagedTensors, Stager
 from ckpt_tools.loop.state.state_dict import check_state
 from ckpt_tools.loop.steps import rollback
@@ -181,12 +182,13 @@ class CheckpointManager:
             GlooGroup(timeout_s, process_group),
         )
         self._stage, self._pid, self._process_group = Stager(), os.getpid(), process_group
+        settled = SettledTensors() if writing.incremental == "auto" else None
         self._timeout_s, self._collector = (
             timeout_s,
             Collector(
                 self._group,
                 Proof.of(writing.replicas),
-                FrozenShards(self._jobs) if writing.incremental == "auto" else None,
+                StayingShards(self._jobs, settled) if settled is not None else None,
             ),
         )
         there = None
@@ -207,6 +209,7 @@ class CheckpointManager:
             writing.names,
             limits,
         )
+        self._writer.settled = settled
         self._save_times = SaveTimes(self._root, save_every, save_every_s)
         self._writer.on_failure = self._save_times.failed
         try:
@@ -376,11 +379,11 @@ class CheckpointManager:
         """Returns what this rank writes, copied to host memory."""
         collected = self._collector.collect(request, laps)
         unchanged = self._writer.unchanged(collected)
-        files = collected.layout.files[:1] if unchanged else collected.layout.files
-        tensors = [collected.tensors[n] for file in files for n in file.numbers]
+        plans = collected.layout.staged_plans(unchanged is None)
+        tensors = [collected.tensors[n] for plan in plans for n in plan.numbers]
         measured = measure_on_device(tensors) if collected.extras.statistics else None
         # a frozen parameter may be an optimizer's by now, and its checksum is that of now
-        num_late = len(files[0].numbers)
+        num_late = sum(len(p.numbers) for p in plans if p.kind != FileKind.FROZEN)
         staged = self._stage_shards(tensors, collected.owners, is_background, num_late)
         if measured is not None:
             measured.hold_updates()

@@ -88,7 +88,8 @@ class Writing:
         names: of the steps: `step-{:08d}`, `step-{}`, `checkpoint-{}` or `global_step_{}`.
         incremental: `"auto"` writes the parameters that take no gradient once, into files of their
             own (from 1 MiB per rank). While they do not change, the next step links these files:
-            they are neither copied to host memory nor written. Every step stays a complete
+            they are neither copied to host memory nor written. Other tensors that have stayed the
+            same for some saves are copied, and not written either. Every step stays a complete
             checkpoint. False writes all of them at every save.
     """
 

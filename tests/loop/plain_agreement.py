@@ -17,7 +17,7 @@ from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, Template, Te
 from ckpt_tools.loop.saving.agreement import MetadataHead, WriteTask
 from ckpt_tools.loop.saving.description import RankNames
 from ckpt_tools.loop.saving.replicas import ReplicaSet, ReplicaTask
-from ckpt_tools.loop.state.shard_info import ReplicaKind, ShardInfo
+from ckpt_tools.loop.state.shard_info import FileKind, ReplicaKind, ShardInfo
 from ckpt_tools.publish.manifest import SealedTensor
 
 
@@ -219,10 +219,9 @@ def _spread(
     )
 
 
-def _numbers_by_file(shards: Sequence[ShardInfo]) -> list[list[int]]:
-    frozen = [n for n, shard in enumerate(shards) if shard.is_frozen]
-    others = [n for n, shard in enumerate(shards) if not shard.is_frozen]
-    return [others, frozen] if frozen else [others]
+def _numbers_by_file(shards: Sequence[ShardInfo]) -> dict[int, list[int]]:
+    found = {int(kind): [n for n, s in enumerate(shards) if s.file == kind] for kind in FileKind}
+    return {kind: numbers for kind, numbers in found.items() if numbers or kind == 0}
 
 
 def _head(
@@ -239,7 +238,7 @@ def _head(
     alike: dict[tuple[tuple[tuple[int, ...], str], ...], tuple[int, list[tuple[int, int]]]] = {}
     for rank, (mine, task) in enumerate(zip(infos, tasks, strict=True)):
         shards = [mine[number] for number in task.shards]
-        for file_number, numbers in enumerate(_numbers_by_file(shards)):
+        for file_number, numbers in _numbers_by_file(shards).items():
             pieces = [shards[number] for number in numbers]
             key = tuple((p.box.sizes, p.dtype) for p in pieces)
             if key not in alike:  # most files are laid out like that of another rank

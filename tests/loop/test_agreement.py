@@ -17,7 +17,7 @@ from ckpt_tools.errors import CheckpointError, PlanError
 from ckpt_tools.formats.dcp.metadata import ItemLocation, parse_metadata
 from ckpt_tools.loop.saving.agreement import MetadataHead, WriteTask, assign
 from ckpt_tools.loop.saving.description import JobNames, RankNames, describe_names
-from ckpt_tools.loop.state.shard_info import ReplicaKind, ShardInfo
+from ckpt_tools.loop.state.shard_info import FileKind, ReplicaKind, ShardInfo
 from tests.jobs import ROOT
 from tests.loop.plain_agreement import agreed
 
@@ -73,7 +73,7 @@ def job(dice: random.Random, ranks: int) -> list[RankNames]:
         boxes, alias = cut(dice, shape, ranks), ""
         if last is not None and dice.random() < 0.2:  # tied weights
             alias, dtype, shape, boxes = last
-        frozen = dice.random() < 0.3
+        file = FileKind(int(max(0, 3 - 8 * dice.random())))
         if dice.random() < 0.3:
             kinds[fqn] = dice.choice([*ReplicaKind])
         untied = dice.randrange(ranks) if dice.random() < 0.1 else -1
@@ -81,7 +81,7 @@ def job(dice: random.Random, ranks: int) -> list[RankNames]:
         for rank, box in enumerate(boxes):
             tie = "" if rank == untied else alias
             for part in halves(box) if in_two else [box]:
-                infos[rank].append(ShardInfo(fqn, dtype, shape, part, tie, frozen))
+                infos[rank].append(ShardInfo(fqn, dtype, shape, part, tie, file))
         last = (alias or fqn, dtype, shape, boxes)
     values = tuple((f"optimizer.{n}", False) for n in range(dice.randrange(3)))
     found = []
@@ -168,9 +168,7 @@ def test_equal_names_are_described_by_equal_bytes() -> None:
     names = job(random.Random(1), 1)[0]
     copied = RankNames(
         tuple(
-            ShardInfo(
-                f"{i.fqn} "[:-1], f"{i.dtype} "[:-1], (*[*i.shape],), i.box, i.alias, i.is_frozen
-            )
+            ShardInfo(f"{i.fqn} "[:-1], f"{i.dtype} "[:-1], (*[*i.shape],), i.box, i.alias, i.file)
             for i in names.infos
         ),
         *names[1:],

@@ -12,17 +12,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.core.laps import format_laps
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.formats.base import new_attempt
 from ckpt_tools.loop.saving.collect import Collected
-from ckpt_tools.loop.saving.frozen import IMPOSSIBLE, FrozenFile, LinkSource, Unchanged
 from ckpt_tools.loop.saving.hooks import Hooks
 from ckpt_tools.loop.saving.huggingface_copies import HuggingFaceWriter
+from ckpt_tools.loop.saving.known_files import IMPOSSIBLE, KnownFile, LinkSource, Unchanged
 from ckpt_tools.loop.saving.limits import WriteLimits
 from ckpt_tools.loop.saving.save import Save, SaveLayout, SaveReport, write
+from ckpt_tools.loop.saving.staying import SettledTensors
+from ckpt_tools.loop.saving.write import RankFile
 from ckpt_tools.loop.state.archives import ReadBack
+from ckpt_tools.loop.state.shard_info import FileKind
 from ckpt_tools.loop.state.staging import StagedTensors
 from ckpt_tools.loop.steps import rollback
 from ckpt_tools.loop.steps.history import RunHistory
@@ -48,7 +52,8 @@ class PendingSave:
         is_numbered: whether the name is that of the step, so that retention, a mirror and a
             rollback concern it.
         save: this rank's part of it.
-        staged: this rank's shards in host memory, without those of `unchanged`.
+        staged: this rank's shards in host memory, without those of `unchanged`; in the order of
+            `SaveLayout.staged_plans`.
         unchanged: the frozen shards, if the step before has them.
         frozen_checksums: a checksum of each frozen shard.
         stall_s: seconds for which `save` has held the loop; 0 for a blocking save.
@@ -72,14 +77,14 @@ class BackgroundWriter:
         last_save: the report of the last save.
         protected: numbers of steps that retention does not remove.
         on_failure: called when a save has failed, in the thread that writes.
-        frozen: the file of frozen shards of the last save that had one.
+        settled: the tensors that have not changed for some saves; None to look for none.
     """
 
     lock: RootLock | None = None
     mirror: MirrorWriter | None = None
     huggingface: HuggingFaceWriter | None = None
     last_save: SaveReport | None = None
-    frozen: FrozenFile | None = None
+    settled: SettledTensors | None = None
     _links_files = True  # as far as is known
     _failures = 0
     _logged_failure: CheckpointError | None = None  # of the newest save; nothing has raised it
@@ -114,6 +119,7 @@ class BackgroundWriter:
         self.history, self.root = history, history.root
         self.jobs, self.retry_s, self.max_failures, self.rules = jobs, retry_s, max_failures, rules
         self._hooks, self._format, self.protected = hooks, step_format, set[int]()
+        self._known: dict[FileKind, KnownFile] = {}  # of the last save that had such a file
         self._read_back, self._logged = ReadBack(), set[str]()  # warnings on the store, logged once
         self._is_waited_for = threading.Event()
         self.on_failure: Callable[[], None] = _nothing
@@ -265,27 +271,20 @@ class BackgroundWriter:
         limits: WriteLimits,
     ) -> SaveReport:
         target, what, save = self.target(pending.name), pending.name, pending.save
-        is_there = False
+        is_there, news = False, None  # news of the settled tensors
         with group.phase(f"begin {what}"):
             self._read_back.check(save.objects)
             memory = pending.staged.wait()
+            checksums, contents = self._contents(pending, memory, limits.jobs)
             if group.rank == 0:
-                self._check_lock()
-                # an earlier attempt has committed, but its reply was lost in an outage
-                is_there = len(attempts) > 1 and _attempt_of(target) in attempts[:-1]
-                if pending.is_numbered and self.root.checks_at_commit and not save.overwrite:
-                    self.history.refuse_older(pending.step)
-                if pending.is_numbered and self.history.branch is not None and not is_there:
-                    note = RollbackNote(what, attempts[-1], *self.history.branch)
-                    write_note(self.root, note)
-                    rollback.make_way(self.root, note)
-                if target.url in self.history.passed and not save.overwrite:
-                    self._make_room(target, what, attempts[-1])
-        if group.broadcast(is_there, f"begin {what}"):
+                is_there = self._make_ready(pending, target, attempts)
+                if self.settled is not None and self.settled.chosen != self.settled.names:
+                    news = sorted(self.settled.chosen)
+        is_there, news = group.broadcast((is_there, news), f"begin {what}")
+        if self.settled is not None and news is not None:
+            self.settled.names = frozenset(news)
+        if is_there:
             return SaveReport(target.url, 0, step=save.step)
-        files, unchanged = save.layout.files, pending.unchanged
-        first = len(files[0].numbers)
-        contents = [memory[:first], unchanged or memory[first:]][: len(files)]
         save = replace(
             save,
             overwrite=save.overwrite or target.url in self.history.passed,
@@ -296,34 +295,106 @@ class BackgroundWriter:
             ),
         )
         progress = limits.throttle(self._is_waited_for)
-        report, parts = write(
+        report, parts, manifest = write(
             group, target, save, contents, attempts[-1], limits.jobs, self._check_lock, progress
         )
-        if len(parts) > 1 and not pending.frozen_checksums:
-            self.frozen = None
-        elif len(parts) > 1:
-            part = parts[1]
-            self._links_files = self._links_files and part.how != IMPOSSIBLE
-            known = unchanged.known if unchanged is not None and part.linked else None
-            if known is None:
-                written = part._replace(how="", remark="")
-                known = FrozenFile(save.layout.frozen, pending.frozen_checksums, (), written)
-            self.frozen = known.and_in(LinkSource(what, target, attempts[-1], part.identity))
+        if self.settled is not None and manifest is not None:
+            self.settled.note({n: tensor.fingerprint for n, tensor in manifest.tensors.items()})
+        for plan, given, part in zip(save.layout.files, contents, parts, strict=True):
+            if plan.kind != FileKind.CHANGING:
+                source = LinkSource(what, target, attempts[-1], part.identity)
+                self._remember(save.layout, plan.kind, checksums[plan.kind], given, part, source)
         return report
+
+    def _make_ready(
+        self, pending: PendingSave, target: Destination, attempts: Sequence[str]
+    ) -> bool:
+        """Makes way for a step. Returns whether an earlier attempt has committed it already.
+
+        Only rank 0 calls it.
+        """
+        self._check_lock()
+        # its reply was lost in an outage
+        is_there = len(attempts) > 1 and _attempt_of(target) in attempts[:-1]
+        if pending.is_numbered and self.root.checks_at_commit and not pending.save.overwrite:
+            self.history.refuse_older(pending.step)
+        if pending.is_numbered and self.history.branch is not None and not is_there:
+            note = RollbackNote(pending.name, attempts[-1], *self.history.branch)
+            write_note(self.root, note)
+            rollback.make_way(self.root, note)
+        if target.url in self.history.passed and not pending.save.overwrite:
+            self._make_room(target, pending.name, attempts[-1])
+        return is_there
+
+    def _contents(
+        self, pending: PendingSave, memory: Sequence[memoryview], jobs: int
+    ) -> tuple[dict[FileKind, tuple[int, ...]], list[Sequence[memoryview] | Unchanged]]:
+        """Returns what goes into each file of this rank.
+
+        Returns:
+            The checksums of the shards of each file that is compared with that of the step before;
+            and for each file, the bytes of its shards, or where they are already.
+        """
+        layout, found = pending.save.layout, dict[FileKind, Sequence[memoryview] | Unchanged]()
+        for plan in layout.staged_plans(pending.unchanged is None):
+            found[plan.kind], memory = memory[: len(plan.numbers)], memory[len(plan.numbers) :]
+        if pending.unchanged is not None:
+            found[FileKind.FROZEN] = pending.unchanged
+        checksums = {FileKind.FROZEN: pending.frozen_checksums}
+        copies = found.get(FileKind.SETTLED)
+        if copies is not None and not isinstance(copies, Unchanged):
+            with ThreadPoolExecutor(jobs, "ckpt-prove") as pool:
+                mine = checksums[FileKind.SETTLED] = tuple(pool.map(crc64nvme, copies))
+            known = self._known_file(FileKind.SETTLED, layout, mine, pending.save.extras.statistics)
+            if known is not None:
+                found[FileKind.SETTLED] = Unchanged(known, copies=copies)
+        return checksums, [found[plan.kind] for plan in layout.files]
+
+    def _known_file(
+        self, kind: FileKind, layout: SaveLayout, checksums: tuple[int, ...], measures: bool
+    ) -> KnownFile | None:
+        """Returns the file of the step before, if it has the same shards and values."""
+        known = self._known.get(kind)
+        if (
+            known is None
+            or not checksums
+            or not self._links_files
+            or known.checksums != checksums
+            or known.shards != layout.shards_in(kind)
+            or (measures and not known.part.moments)
+        ):
+            return None
+        return known
+
+    def _remember(
+        self,
+        layout: SaveLayout,
+        kind: FileKind,
+        checksums: tuple[int, ...],
+        given: Sequence[memoryview] | Unchanged,
+        part: RankFile,
+        source: LinkSource,
+    ) -> None:
+        """Notes a file that the next save may link."""
+        if not checksums:
+            self._known.pop(kind, None)
+            return
+        self._links_files = self._links_files and part.how != IMPOSSIBLE
+        if isinstance(given, Unchanged) and part.linked:
+            known = given.known
+        else:
+            written = part._replace(how="", remark="")
+            known = KnownFile(layout.shards_in(kind), checksums, (), written)
+        self._known[kind] = known.and_in(source)
 
     def unchanged(self, collected: Collected) -> Unchanged | None:
         """Returns the frozen shards of a save, if the step before has them; else None."""
-        known, layout = self.frozen, collected.layout
-        if (
-            known is None
-            or not collected.frozen_checksums
-            or not self._links_files
-            or known.checksums != collected.frozen_checksums
-            or known.shards != layout.frozen
-            or (collected.extras.statistics and not known.part.moments)
-        ):
+        layout, measures = collected.layout, collected.extras.statistics
+        known = self._known_file(FileKind.FROZEN, layout, collected.frozen_checksums, measures)
+        if known is None:
             return None
-        return Unchanged(known, [collected.tensors[n] for n in layout.files[1].numbers])
+        numbers = layout.numbers_in(FileKind.FROZEN)
+        return Unchanged(known, [collected.tensors[n] for n in numbers])
 
     def _make_room(self, target: Destination, name: str, attempt: str) -> None:
         """Sets a damaged step aside if it holds files that must not be removed with it."""

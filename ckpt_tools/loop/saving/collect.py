@@ -17,12 +17,12 @@ import torch
 from ckpt_tools.core.laps import Laps
 from ckpt_tools.errors import printable
 from ckpt_tools.loop.saving.description import RankNames
-from ckpt_tools.loop.saving.frozen import FrozenShards
 from ckpt_tools.loop.saving.replicas import Proof
 from ckpt_tools.loop.saving.save import SaveExtras, SaveLayout, agree_layout, extras_of
+from ckpt_tools.loop.saving.staying import StayingShards
 from ckpt_tools.loop.state.optimizers import StateOwners
 from ckpt_tools.loop.state.pack_objects import checksums, pack_objects, refuse_conflicts
-from ckpt_tools.loop.state.shard_info import shard_infos
+from ckpt_tools.loop.state.shard_info import FileKind, shard_infos
 from ckpt_tools.loop.state.shards import local_shards
 from ckpt_tools.loop.state.state_cache import RankShards, StateCache
 from ckpt_tools.loop.state.state_dict import ExportedState, export
@@ -75,13 +75,15 @@ class Collected(NamedTuple):
 class Collector:
     """Collects the states of one loop, and remembers what stays the same."""
 
-    def __init__(self, group: GlooGroup, proof: Proof, frozen: FrozenShards | None = None) -> None:
+    def __init__(
+        self, group: GlooGroup, proof: Proof, staying: StayingShards | None = None
+    ) -> None:
         """Stores the group of all ranks, and how often their replicas are compared.
 
-        With `frozen`, the shards of frozen parameters go into a file of their own.
+        With `staying`, the shards that stay the same go into files of their own.
         """
         self._group, self._proof, self._cache = group, proof, StateCache()
-        self._frozen = frozen
+        self._staying = staying
         self._layout: SaveLayout | None = None
 
     def collect(self, request: SaveRequest, laps: Laps) -> Collected:
@@ -94,8 +96,8 @@ class Collector:
         with self._group.phase(f"collect the state for {request.what}") as votes:
             extras = self._extras(request)
             exported, found = self._export(request)
-            if self._frozen is not None and not request.only:
-                marked = self._frozen.mark(found.infos, found.tensors, exported.owners)
+            if self._staying is not None and not request.only:
+                marked = self._staying.mark(found.infos, found.tensors, exported.owners)
                 found = found._replace(infos=marked)
             if not request.names_differ:
                 objects, paths = pack_objects(exported, rank)
@@ -122,10 +124,10 @@ class Collector:
         extras = replace(extras, notes=notes, remark=_widened(exported))
         laps.lap("compare")
         tensors = [found.tensors[number] for number in self._layout.task.shards]
-        shards, of_frozen = self._layout.frozen, tuple[int, ...]()
-        if self._frozen is not None and shards:
-            frozen = [tensors[n] for n in self._layout.files[1].numbers]
-            of_frozen = self._frozen.checksums(shards, frozen)
+        shards, of_frozen = self._layout.shards_in(FileKind.FROZEN), tuple[int, ...]()
+        if self._staying is not None and shards:
+            frozen = [tensors[n] for n in self._layout.numbers_in(FileKind.FROZEN)]
+            of_frozen = self._staying.checksums(shards, frozen)
         laps.lap("compare")
         return Collected(extras, tensors, objects, self._layout, exported.owners, of_frozen)
 

@@ -79,7 +79,7 @@ class CommonNames(NamedTuple):
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     aliases: tuple[str, ...]
-    frozen: tuple[bool, ...]
+    files: tuple[int, ...]
     kinds: tuple[tuple[str, str], ...]
     values: tuple[tuple[str, bool], ...]
     paths: tuple[tuple[str, tuple[str | int, ...]], ...]
@@ -99,7 +99,7 @@ def describe_names(names: RankNames) -> RankDescription:
         tuple(info.dtype for info in infos),
         tuple(tuple(map(int, info.shape)) for info in infos),
         tuple(str(info.alias) for info in infos),
-        tuple(info.is_frozen for info in infos),
+        tuple(int(info.file) for info in infos),
         tuple((str(fqn), kind.value) for fqn, kind in names.kinds.items()),
         tuple((str(fqn), is_own) for fqn, is_own in names.values),
         tuple((str(fqn), _keys(path)) for fqn, path in names.paths.items() if fqn not in own),

@@ -13,8 +13,9 @@ from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.loop.saving.description import JobNames
 from ckpt_tools.loop.saving.shard_columns import Bools, ShardColumns
-from ckpt_tools.loop.saving.write import numbers_by_file
+from ckpt_tools.loop.saving.write import shards_by_file
 from ckpt_tools.loop.saving.writers import Writers
+from ckpt_tools.loop.state.shard_info import FileKind
 
 
 class WrittenShards(NamedTuple):
@@ -53,12 +54,12 @@ class _Layout(NamedTuple):
     """The files of ranks that write the same shards of the same sizes.
 
     Attributes:
-        nbytes: of each file.
+        nbytes: of each file that has shards, and of the first one.
         numbers: `[shards]`, the indices of the shards on these ranks, ascending.
         spans: `[shards, 3]`: number of the file, start and bytes of the archive in it.
     """
 
-    nbytes: tuple[int, ...]
+    nbytes: dict[FileKind, int]
     numbers: Ints
     spans: Ints
 
@@ -92,8 +93,8 @@ class FilePlaces:
                 known[key] = len(layouts)
                 layouts.append(_lay_out(job, columns, rank, mine))
             self._layout_of[rank], self._first_file[rank] = known[key], len(self.sizes)
-            for number, nbytes in enumerate(layouts[known[key]].nbytes):
-                self.sizes[dcp.data_file_name(rank, number)] = nbytes
+            for kind, nbytes in layouts[known[key]].nbytes.items():
+                self.sizes[dcp.data_file_name(rank, kind)] = nbytes
         self.names = tuple(self.sizes)
         none: Ints = np.zeros(0, np.int64)
         self._stride = 1 + max((int(one.numbers.max(initial=0)) for one in layouts), default=0)
@@ -119,16 +120,16 @@ def _lay_out(job: JobNames, columns: ShardColumns, rank: int, mine: WrittenShard
     alike = columns.alike[columns.alike_of[rank]]
     sizes = columns.box_sizes(rank)[alike.which[mine.numbers]]
     spans: Ints = np.zeros((len(mine.numbers), 3), np.int64)
-    nbytes = []
-    for file, places in enumerate(numbers_by_file(alike.is_frozen[mine.numbers])):
+    nbytes = dict[FileKind, int]()
+    for file, (kind, places) in enumerate(shards_by_file(alike.files[mine.numbers]).items()):
         shards = []
         for tensor, lengths in zip(
             mine.tensors[places].tolist(), sizes[places].tolist(), strict=True
         ):
             own = tuple(lengths[: len(job.shapes[tensor])])
             shards.append((Box((0,) * len(own), own), BY_NAME[job.dtypes[tensor]]))
-        laid_out, slots = dcp.lay_out_rank(rank, shards, file)
-        nbytes.append(laid_out.nbytes)
+        laid_out, slots = dcp.lay_out_rank(rank, shards, kind)
+        nbytes[kind] = laid_out.nbytes
         for place, (_, at) in zip(places.tolist(), slots, strict=True):
             spans[place] = file, at.start, at.nbytes
-    return _Layout(tuple(nbytes), mine.numbers, spans)
+    return _Layout(nbytes, mine.numbers, spans)

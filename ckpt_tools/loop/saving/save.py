@@ -28,7 +28,7 @@ from ckpt_tools.formats.dcp.metadata import ItemLocation
 from ckpt_tools.formats.registry import is_ours
 from ckpt_tools.loop.saving.agreement import MetadataHead, WriteTask, agree
 from ckpt_tools.loop.saving.description import RankNames
-from ckpt_tools.loop.saving.frozen import Unchanged
+from ckpt_tools.loop.saving.known_files import Unchanged
 from ckpt_tools.loop.saving.replicas import Proof, ReplicaProof
 from ckpt_tools.loop.saving.write import (
     FilePlan,
@@ -41,7 +41,7 @@ from ckpt_tools.loop.saving.write import (
     write_part,
 )
 from ckpt_tools.loop.state.device_statistics import DeviceMoments, moments_by_name
-from ckpt_tools.loop.state.shard_info import ShardInfo
+from ckpt_tools.loop.state.shard_info import FileKind, ShardInfo
 from ckpt_tools.loop.state.state_dict import Only
 from ckpt_tools.publish.base import Attempt, Destination
 from ckpt_tools.publish.manifest import Manifest, SealedTensor
@@ -61,11 +61,21 @@ class SaveLayout:
     head: MetadataHead | None
     replicas: ReplicaProof
 
-    @property
-    def frozen(self) -> tuple[ShardInfo, ...]:
-        """Returns the shards of this rank's second file; none if it has one file."""
-        numbers = self.files[1].numbers if len(self.files) > 1 else ()
-        return tuple(self.names.infos[self.task.shards[n]] for n in numbers)
+    def numbers_in(self, kind: FileKind) -> tuple[int, ...]:
+        """Returns the shards in a file of this rank, among those that it writes."""
+        return next((plan.numbers for plan in self.files if plan.kind == kind), ())
+
+    def shards_in(self, kind: FileKind) -> tuple[ShardInfo, ...]:
+        """Returns the shards in a file of this rank."""
+        return tuple(self.names.infos[self.task.shards[n]] for n in self.numbers_in(kind))
+
+    def staged_plans(self, has_frozen: bool) -> list[FilePlan]:
+        """Returns the plans of the files in the order in which their shards are copied.
+
+        Those of frozen parameters come last, or not at all: no later change has to wait for them.
+        """
+        plans = sorted(self.files, key=lambda plan: plan.kind == FileKind.FROZEN)
+        return [plan for plan in plans if has_frozen or plan.kind != FileKind.FROZEN]
 
 
 @dataclass(slots=True)
@@ -236,7 +246,7 @@ def write(
     jobs: int,
     before_commit: Callable[[], None] | None = None,
     progress: Progress | None = None,
-) -> tuple[SaveReport, Sequence[RankFile]]:
+) -> tuple[SaveReport, Sequence[RankFile], Manifest | None]:
     """Writes one checkpoint and makes it visible. All ranks call it with the agreed layout.
 
     Args:
@@ -251,14 +261,14 @@ def write(
         progress: called with the bytes of each batch that is written, by any thread.
 
     Returns:
-        The report, and this rank's files.
+        The report; this rank's files; and on rank 0 the manifest.
 
     Raises:
         CheckpointError: this rank failed, or PeerError: another rank did. Then nothing new is
             visible at `target`.
     """
     what, began = target.url.rpartition("/")[2], time.monotonic()
-    notes, digest, not_finite = list[str](), "", list[str]()
+    notes, manifest = list[str](), None
     extras, timing = save.extras, dict(save.extras.timing)
     with ExitStack() as stack:
         with group.phase(f"begin {what}"):
@@ -280,7 +290,6 @@ def write(
             if group.rank == 0:
                 done = replace(save, extras=replace(extras, timing=timing))
                 manifest, notes = _commit(target, staged, done, parts, fingerprints, before_commit)
-                digest, not_finite = hex64(crc64nvme(manifest.render())), manifest.not_finite
     files = [part for files in parts for part in files]
     remarks = dict.fromkeys(part.remark for part in files if part.remark)
     notes = [*extras.notes, *notes, *remarks]
@@ -292,12 +301,12 @@ def write(
         time.monotonic() - began,
         notes,
         save.step,
-        digest,
-        not_finite=not_finite,
+        "" if manifest is None else hex64(crc64nvme(manifest.render())),
+        not_finite=[] if manifest is None else manifest.not_finite,
         timing=timing | laps.seconds,
         linked_nbytes=sum(p.nbytes for p in files if p.linked),
     )
-    return report, mine
+    return report, mine, manifest
 
 
 def _write_files(
@@ -312,12 +321,11 @@ def _write_files(
     layout, extras = save.layout, save.extras
     measured: Mapping[str, Moments] = {}
     if extras.measured is not None:
-        written = [
-            n
-            for plan, given in zip(layout.files, contents, strict=True)
-            if not isinstance(given, Unchanged)
-            for n in plan.numbers
-        ]
+        pairs = zip(layout.files, contents, strict=True)
+        has_frozen = not any(
+            plan.kind == FileKind.FROZEN and isinstance(one, Unchanged) for plan, one in pairs
+        )
+        written = [n for plan in layout.staged_plans(has_frozen) for n in plan.numbers]
         names = [layout.names.infos[layout.task.shards[n]].fqn for n in written]
         measured = moments_by_name(names, extras.measured.result())
     parts: list[RankFile] = []

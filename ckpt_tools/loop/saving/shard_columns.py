@@ -19,6 +19,7 @@ from ckpt_tools.core.box import Box
 from ckpt_tools.core.chunk_table import Ints
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.saving.description import JobNames, RankDescription
+from ckpt_tools.loop.state.shard_info import FileKind
 
 Bools = npt.NDArray[np.bool_]
 
@@ -31,7 +32,7 @@ class RanksAlike(NamedTuple):
         ranks: `[ranks]`, ascending.
         tensors: `[shards]`, of each shard, the number of its tensor.
         turns: `[shards]`, how many shards of the tensor come before: mostly 0.
-        is_frozen: `[shards]`.
+        files: `[shards]`, the file of each, a `FileKind`.
         which: `[shards]`, the number of its box.
         boxes: `[ranks, boxes, 2, dims]`, offsets and sizes.
     """
@@ -40,7 +41,7 @@ class RanksAlike(NamedTuple):
     ranks: Ints
     tensors: Ints
     turns: Ints
-    is_frozen: Bools
+    files: Ints
     which: Ints
     boxes: Ints
 
@@ -111,7 +112,7 @@ class ShardColumns:
             for group in self._job.groups
         ]
         turns = [_turns(some) for some in tensors]
-        frozen = [np.array(group.common.frozen, bool) for group in self._job.groups]
+        files = [np.array(group.common.files, np.int64) for group in self._job.groups]
         alike = []
         for (group, packed), ranks in found.items():
             dims = self._job.groups[group].common.num_dims
@@ -122,16 +123,17 @@ class ShardColumns:
             for number, rank in enumerate(ranks):
                 flat = np.frombuffer(zlib.decompress(gathered[rank].boxes), np.int64)
                 boxes[number, :, :, :dims] = flat.reshape(count, 2, dims)
-            shared = tensors[group], turns[group], frozen[group]
+            shared = tensors[group], turns[group], files[group]
             alike.append(RanksAlike(group, np.array(ranks, np.int64), *shared, which, boxes))
         return alike
 
     def _find_cuts(self) -> Ints:
         """Returns the cut of each tensor.
 
-        It stands for the shape, the number of the box on every rank, and where it is frozen.
+        It stands for the shape, and the number of the box and the file on every rank.
         """
         shapes: dict[tuple[int, ...], int] = {}
+        kinds = len(FileKind)
         found: Ints = np.array(
             [shapes.setdefault(shape, len(shapes)) for shape in self._job.shapes], np.int64
         )
@@ -139,8 +141,8 @@ class ShardColumns:
             for turn in range(int(one.turns.max(initial=-1)) + 1):
                 mine = one.turns == turn
                 column: Ints = np.zeros(self.num_tensors, np.int64)
-                column[one.tensors[mine]] = 1 + 2 * one.which[mine] + one.is_frozen[mine]
-                both = found * (2 * one.boxes.shape[1] + 1) + column
+                column[one.tensors[mine]] = 1 + kinds * one.which[mine] + one.files[mine]
+                both = found * (kinds * one.boxes.shape[1] + 1) + column
                 found = np.unique(both, return_inverse=True)[1]
         return found
 

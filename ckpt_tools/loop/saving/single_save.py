@@ -92,7 +92,7 @@ def save(
         attempt = group.broadcast(new_attempt(), "begin")
         num_jobs = num_threads(jobs, is_beside_training=True)
         one = Save(step, found.layout, found.objects, overwrite, extras)
-        report, _ = write(group, target, one, [memory], attempt, num_jobs)
+        report, *_ = write(group, target, one, [memory], attempt, num_jobs)
         return report
     finally:
         group.close()

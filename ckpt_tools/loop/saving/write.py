@@ -1,6 +1,6 @@
 """Writes a rank's shards into its `.distcp` files, and commits the files of all ranks on one rank.
 
-A rank has one file, and a second one for the shards of frozen parameters.
+A rank has one file, and others for the shards that are expected to stay the same: see `FileKind`.
 
 Imports nothing of torch.
 """
@@ -26,7 +26,7 @@ from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.engine.statistics import Moments
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation
-from ckpt_tools.loop.state.shard_info import ShardInfo
+from ckpt_tools.loop.state.shard_info import FileKind, ShardInfo
 from ckpt_tools.publish.base import Attempt, Destination
 from ckpt_tools.publish.manifest import (
     ROOM_BYTES,
@@ -48,14 +48,14 @@ class FilePlan(NamedTuple):
         target, batches: the file, and the copies into it. Objects come after the shards.
         places: the position of each shard's archive.
         numbers: its shards, among those that the rank writes.
-        is_frozen: they are those of frozen parameters.
+        kind: which file it is.
     """
 
     target: Target
     batches: tuple[Batch, ...]
     places: tuple[ItemLocation, ...]
     numbers: tuple[int, ...]
-    is_frozen: bool = False
+    kind: FileKind = FileKind.CHANGING
 
 
 class SavedObject(NamedTuple):
@@ -97,26 +97,26 @@ class RankFile(NamedTuple):
     remark: str = ""
 
 
-def numbers_by_file(is_frozen: npt.NDArray[np.bool_]) -> list[npt.NDArray[np.int64]]:
-    """Returns the numbers of the shards in each file of a rank. The second file has frozen ones."""
-    others, frozen = np.flatnonzero(~is_frozen), np.flatnonzero(is_frozen)
-    return [others, frozen] if len(frozen) else [others]
+def shards_by_file(kinds: npt.NDArray[np.int64]) -> dict[FileKind, npt.NDArray[np.int64]]:
+    """Returns the numbers of the shards in each file of a rank. The first file is always there."""
+    found = {kind: np.flatnonzero(kinds == kind) for kind in FileKind}
+    return {kind: mine for kind, mine in found.items() if len(mine) or kind == FileKind.CHANGING}
 
 
 def plan_rank_files(rank: int, pieces: Sequence[ShardInfo]) -> tuple[FilePlan, ...]:
     """Plans a rank's files, for the shards that it writes."""
-    files = numbers_by_file(np.array([piece.is_frozen for piece in pieces], bool))
+    files = shards_by_file(np.array([piece.file for piece in pieces], np.int64))
     return tuple(
-        _plan_file(rank, number, tuple(numbers.tolist()), [pieces[n] for n in numbers])
-        for number, numbers in enumerate(files)
+        _plan_file(rank, kind, tuple(numbers.tolist()), [pieces[n] for n in numbers])
+        for kind, numbers in files.items()
     )
 
 
 def _plan_file(
-    rank: int, number: int, numbers: tuple[int, ...], pieces: Sequence[ShardInfo]
+    rank: int, kind: FileKind, numbers: tuple[int, ...], pieces: Sequence[ShardInfo]
 ) -> FilePlan:
     """Plans a file and the copies into it. In memory, shard number `i` is the file `i`."""
-    file, laid_out = dcp.lay_out_rank(rank, ((p.box, BY_NAME[p.dtype]) for p in pieces), number)
+    file, laid_out = dcp.lay_out_rank(rank, ((p.box, BY_NAME[p.dtype]) for p in pieces), kind)
     slots: dict[str, list[Slot]] = {}
     chunks: dict[str, list[Chunk]] = {}
     for position, (piece, (slot, _)) in enumerate(zip(pieces, laid_out, strict=True)):
@@ -140,7 +140,7 @@ def _plan_file(
         plan_transfer(Catalog("memory", entries), target), {}, *tile_bytes(DEFAULT_MEMORY_BYTES, 2)
     )
     places = tuple(location for _, location in laid_out)
-    return FilePlan(target, tuple(batches), places, numbers, is_frozen=number > 0)
+    return FilePlan(target, tuple(batches), places, numbers, kind)
 
 
 def write_part(
@@ -219,7 +219,7 @@ def write_part(
         shares,
         sink.moments,
         laps.seconds,
-        staged.identity(target.name(name, staged.attempt)) if plan.is_frozen else (),
+        staged.identity(target.name(name, staged.attempt)) if plan.kind else (),
     )
 
 

@@ -6,7 +6,7 @@ Imports torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 from ckpt_tools.core.box import Box
@@ -21,11 +21,19 @@ class ReplicaKind(StrEnum):
     FREE = "free"  # a note: buffers and the states of objects may differ in an honest job
 
 
+class FileKind(IntEnum):
+    """Which file of a rank a shard goes to; the number in the file's name."""
+
+    CHANGING = 0
+    FROZEN = 1  # its parameter takes no gradient: it is not even copied while it stays
+    SETTLED = 2  # its tensor has stayed the same for some saves
+
+
 class ShardInfo(NamedTuple):
     """The description of a shard: FQN, type, global shape, box.
 
-    `alias` is the FQN of the tensor whose memory it shares, "" for none. `is_frozen` tells that its
-    values are expected to stay: it goes into a file of its own, which the next save links.
+    `alias` is the FQN of the tensor whose memory it shares, "" for none. `file` is the file that it
+    goes to. The next save links a file whose shards have all stayed the same.
     """
 
     fqn: str
@@ -33,7 +41,7 @@ class ShardInfo(NamedTuple):
     shape: tuple[int, ...]
     box: Box
     alias: str = ""
-    is_frozen: bool = False
+    file: FileKind = FileKind.CHANGING
 
 
 def shard_infos(

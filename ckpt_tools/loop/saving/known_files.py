@@ -1,0 +1,125 @@
+"""The files of shards that stay the same: a save takes one over from the step before.
+
+Imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from ckpt_tools.engine.statistics import Moments
+from ckpt_tools.errors import CheckpointError, StorageError, printable
+from ckpt_tools.loop.saving.write import RankFile
+from ckpt_tools.loop.state.checksums import checksums_of
+from ckpt_tools.loop.state.shard_info import ShardInfo
+from ckpt_tools.loop.state.staging import Stager
+from ckpt_tools.publish.base import Attempt, Destination, NoLinksError
+
+IMPOSSIBLE = "impossible"  # how a file was taken over: this store can neither link nor copy
+_MAX_SOURCES = 8  # steps that are remembered as a source of a file
+
+
+class LinkSource(NamedTuple):
+    """A step that holds a known file: its name, its destination and attempt, and the file's
+    identity.
+    """
+
+    step: str
+    target: Destination
+    attempt: str
+    identity: tuple[int | str, ...]
+
+
+class KnownFile(NamedTuple):
+    """A file of shards that stay the same, which a save of this job has written or linked.
+
+    Attributes:
+        shards: that it holds, in order.
+        checksums: a checksum of each shard's values.
+        sources: the steps that hold it, the newest one first.
+        part: its description.
+    """
+
+    shards: tuple[ShardInfo, ...]
+    checksums: tuple[int, ...]
+    sources: tuple[LinkSource, ...]
+    part: RankFile
+
+    def and_in(self, source: LinkSource) -> KnownFile:
+        """Returns the file with one more step that holds it."""
+        return self._replace(sources=(source, *self.sources)[:_MAX_SOURCES])
+
+
+@dataclass(frozen=True, slots=True)
+class Unchanged:
+    """The shards of a save whose values are those of a file that is there already.
+
+    Attributes:
+        known: the file.
+        tensors: the shards. They are not copied, so they may change after `save` has returned.
+        copies: or their bytes in host memory.
+    """
+
+    known: KnownFile
+    tensors: Sequence[torch.Tensor] = ()
+    copies: Sequence[memoryview] | None = None
+
+    def take_over(self, target: Destination, staged: Attempt) -> RankFile:
+        """Makes the known file a file of this step, and returns its description.
+
+        If it is not possible, `how` is "" and `remark` tells why: then write the bytes of `live`.
+
+        Raises:
+            StorageError: the store cannot be reached.
+        """
+        part, problem, instead = self.known.part, "", ""
+        name = target.name(part.name, staged.attempt)
+        for source in self.known.sources:
+            file = source.target.name(part.name, source.attempt)
+            try:
+                origin, _ = source.target.existing_result()
+                with closing(origin):
+                    how = staged.take_over(origin, file, name, part.nbytes, source.identity)
+            except StorageError as error:
+                if error.is_transient:
+                    raise
+                instead = IMPOSSIBLE if isinstance(error, NoLinksError) else ""
+                what = "frozen parameters are" if self.copies is None else "what stayed the same is"
+                problem = problem or f"{what} written again: {error}"
+                continue
+            return part._replace(
+                linked=source.step,
+                how=how,
+                identity=staged.identity(name),
+                seconds={},
+                moments={fqn: _unmoved(found) for fqn, found in part.moments.items()},
+            )
+        return part._replace(how=instead, remark=problem)
+
+    def live(self, jobs: int) -> Sequence[memoryview]:
+        """Returns the bytes of the shards as they are now; copies of those not on the host.
+
+        Raises:
+            CheckpointError: they have changed since the save began.
+        """
+        if self.copies is not None:
+            return self.copies
+        now = checksums_of(self.tensors, jobs)
+        pairs = zip(self.known.shards, self.known.checksums, now, strict=True)
+        if wrong := [info.fqn for info, old, new in pairs if old != new]:
+            raise CheckpointError(
+                "frozen parameters changed after the save had begun, and no earlier step has a file"
+                f" with their values any more: {printable(wrong[0])!r}",
+                hint="the next save writes the new values; Writing(incremental=False) copies all",
+            )
+        return Stager().live(self.tensors).wait()
+
+
+def _unmoved(found: Moments) -> Moments:
+    """Returns the statistics of values that have not changed."""
+    return replace(found, num_compared=found.numel - found.num_nan - found.num_inf, sum_change=0.0)
