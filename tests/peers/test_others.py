@@ -406,15 +406,18 @@ def test_a_model_of_torchtitan_becomes_that_of_hugging_face_and_back(
     base.mkdir()
     config = {"model_type": model_type, "architectures": [f"{kind}ForCausalLM"], **_SIZES, **more}
     (base / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ckpt_tools.PlanError, match="names of the config's model"):
+    (base / "config.json").write_text(json.dumps(config | {"model_type": "gemma2"}))
+    with pytest.raises(ckpt_tools.PlanError, match="the config is of another model: 'gemma2'"):
         ckpt_tools.convert(step, tmp_path / "no", to="hf", base=base)
+    (base / "config.json").write_text(json.dumps(config))
     there = f"{family}_titan_to_hf"
-    ckpt_tools.convert(step, tmp_path / "hf", to="hf", base=base, key_map=there, check=True)
+    result = ckpt_tools.convert(step, tmp_path / "hf", to="hf", base=base, check=True)
+    assert any(f"converted with the map {there}" in note for note in result.notes)
     got = load_file(next((tmp_path / "hf").glob("*.safetensors")))
     assert got.keys() == hf["model"].keys()
     assert all(torch.equal(got[name], value) for name, value in hf["model"].items())
 
-    result = ckpt_tools.convert(step, tmp_path / "w.pt", to="torch", base=base, key_map=there)
+    result = ckpt_tools.convert(step, tmp_path / "w.pt", to="torch", base=base, names="hub")
     # torchtitan's adapter leaves them out, too: Hugging Face's Qwen3 has no bias of experts
     lost = {n for n in want["model"] if n.endswith("expert_bias_E") and how == "qwen3_moe"}
     assert result.left_out.keys() == lost
@@ -430,9 +433,8 @@ def test_a_model_of_torchtitan_becomes_that_of_hugging_face_and_back(
         back,
         to="dcp",
         ranks=3,
-        optimizer="flat",
         base=base,
-        key_map=f"{family}_hf_to_titan",
+        names="torchtitan",
     )
     assert not result.left_out, result.left_out
     if how == "separate":

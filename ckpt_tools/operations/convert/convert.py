@@ -25,6 +25,13 @@ from ckpt_tools.formats.registry import (
     Source,
 )
 from ckpt_tools.operations.arguments import checked
+from ckpt_tools.operations.convert.families import (
+    FAMILIES,
+    TORCHTITAN,
+    family_of,
+    foreign_names,
+    share_explained,
+)
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.convert.huggingface import (
     check_loads,
@@ -135,13 +142,17 @@ def prepare(
     """
     storage_options = how.get("storage_options")
     is_model = how.get("model_only") or TARGETS[to].is_model
+    if how.get("names") == TORCHTITAN and to == "dcp" and not is_model:
+        how = {**how, "optimizer": how.get("optimizer") or "flat"}  # as torchtitan names it
     numbers = Dequantized(source, source)
     if how.get("dtype") is not None:
         numbers = dequantize(source, matcher(how.get("keep_dtype", ())))
         numbers.refuse_resume(how.get("resume", False))
     source = numbers.shown
     taken = _taken_apart(source, to, how, bool(is_model), is_unordered)
-    parts = _named_by_transformers(_renamed(taken, source, how), to, how, source)
+    parts = _named_by_transformers(_renamed(taken, source, to, how), to, how, source)
+    if how.get("names") == TORCHTITAN:
+        parts = _named_by_torchtitan(parts, how, source)
     parts.tensors = {fqn: t for fqn, t in parts.tensors.items() if not fqn.startswith(_COPIES)}
     parts.is_dequantized = any(entry.is_computed for entry in parts.model.values())
     parts.notes += numbers.notes
@@ -264,12 +275,13 @@ def _model_order(source: Source) -> ModelOrder:
     return ModelOrder(tuple(model_only(source.catalog)[0].tensors))
 
 
-def _renamed(parts: TrainingState, source: Source, how: Conversion) -> TrainingState:
+def _renamed(parts: TrainingState, source: Source, to: str, how: Conversion) -> TrainingState:
     """Returns the training state under the names of the target."""
     if not how.get("keep_prefix"):
         parts = _stripped(parts, has_keys=bool(source.catalog.paths))
-    if key_map := how.get("key_map"):
-        base = how.get("base")
+    base = how.get("base")
+    key_map = how.get("key_map") or _found_map(parts, to, how)
+    if key_map:
         keys = read_map(key_map, _numbers(base, how.get("settings") or {}))
         check_settings(keys, how.get("settings") or {})
         refuse_unnamed(parts, "a key map changes parameters and their state")
@@ -287,6 +299,51 @@ def _renamed(parts: TrainingState, source: Source, how: Conversion) -> TrainingS
     return parts
 
 
+def _found_map(parts: TrainingState, to: str, how: Conversion) -> str | None:
+    """Returns the map of another framework's names to those of the Hub, and notes it.
+
+    It is looked for if these are wanted, and the config says which model it is.
+    """
+    base, wanted = how.get("base"), how.get("names")
+    if base is None or (wanted is None and to != "hf") or not parts.model or how.get("rename"):
+        return None
+    try:
+        family = foreign_names(parts.model, read_config(base))
+    except PlanError as error:
+        if not how.get("partial"):
+            raise
+        parts.notes.append(f"all names are kept: {error}")
+        return None
+    if family is None:
+        return None
+    parts.notes.append(
+        f"the names are those of {family.writers} for {family.title}: converted with the map"
+        f" {family.to_hub}"
+    )
+    return family.to_hub
+
+
+def _named_by_torchtitan(parts: TrainingState, how: Conversion, source: Source) -> TrainingState:
+    """Returns the training state with the names of torchtitan, from those of the Hub.
+
+    Raises:
+        PlanError: there is no map for the config's model.
+    """
+    base = how.get("base")
+    assert base is not None  # `check_request` has seen it
+    family = family_of(config := read_config(base))
+    if family is None:
+        known = ", ".join(kind for one in FAMILIES for kind in one.model_types)
+        raise PlanError(
+            f"--names {TORCHTITAN}: no map for {printable(str(config.get('model_type')))!r}",
+            hint=f"known are {known}; --map FILE takes a map of your own",
+        )
+    parts.notes.append(f"converted to torchtitan's names with the map {family.from_hub}")
+    keys = read_map(family.from_hub, _numbers(base, {}))
+    refuse_unnamed(parts, "a key map changes parameters and their state")
+    return apply_map(parts, keys, source, bool(how.get("partial")))
+
+
 def _named_by_transformers(
     parts: TrainingState, to: str, how: Conversion, source: Source
 ) -> TrainingState:
@@ -297,6 +354,11 @@ def _named_by_transformers(
     base, wanted = how.get("base"), how.get("names")
     if base is None or (wanted is None and to != "hf") or not parts.model:
         return parts
+    if wanted == TORCHTITAN:  # its map is from the Hub's names
+        family = family_of(read_config(base))
+        if family is None or share_explained(parts.model, family.from_hub) == 1:
+            return parts
+        wanted, to = None, "hf"
     is_computed = any(entry.is_computed for entry in parts.model.values())
     if wanted is None and parts.model.keys() <= shapes_in(base, is_computed).keys():
         return parts  # the directory has files with these names

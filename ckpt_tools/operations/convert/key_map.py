@@ -50,6 +50,14 @@ class KeyMap:
     stack: Sequence[Mapping[str, Any]]
     settings: Mapping[str, int] = field(default_factory=dict)
 
+    def explains(self, name: str) -> bool:
+        """Tells whether a rule is for a name, as a source has it."""
+        rules = (*self.unstack, *self.split, *self.rope, *self.transpose, *self.fuse, *self.stack)
+        whole = (*self.drop, *self.keep, *(rule["match"] for rule in rules))
+        return any(pattern.fullmatch(name) for pattern in whole) or any(
+            pattern.search(name) for pattern, *_ in self.rename
+        )
+
     def number(self, value: object) -> int:
         """Returns a count, which a rule gives as a number or as the name of a setting.
 

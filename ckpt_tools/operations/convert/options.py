@@ -8,6 +8,7 @@ from typing import Any
 from ckpt_tools.core.selection import substitution
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.registry import refuse_file_name
+from ckpt_tools.operations.convert.families import TORCHTITAN
 from ckpt_tools.operations.convert.targets import TARGETS, ConvertTarget, targets_with
 from ckpt_tools.operations.convert.training_state import NAMINGS
 from ckpt_tools.operations.convert.transformers_names import NAMES
@@ -68,7 +69,7 @@ def check_request(to: str, dst: str, how: Mapping[str, Any]) -> None:
             raise PlanError(
                 f"{flag} is for --to {targets_with(option)}{also}", hint=_HINTS.get(option)
             )
-    _check_names(how.get("names"), how)
+    _check_names(how.get("names"), to, how)
     if how.get("ranks") is not None and how["ranks"] < 1:
         raise PlanError(f"--ranks: expected at least 1, got {how['ranks']}")
     has_model = how.get("base") is not None and (to == "hf" or how.get("names") is not None)
@@ -106,12 +107,18 @@ def _check_name(to: str, target: ConvertTarget, dst: str) -> None:
         )
 
 
-def _check_names(names: str | None, how: Mapping[str, Any]) -> None:
+def _check_names(names: str | None, to: str, how: Mapping[str, Any]) -> None:
     """Refuses names that nobody has, and those of a model that nothing tells."""
     if names is None:
         return
-    if names not in NAMES:
-        raise PlanError(f"--names: expected {' or '.join(NAMES)}, got {printable(names)!r}")
+    known = (*NAMES, TORCHTITAN)
+    if names not in known:
+        raise PlanError(f"--names: expected {' or '.join(known)}, got {printable(names)!r}")
+    if names == TORCHTITAN and to == "hf":
+        raise PlanError(
+            f"--names {TORCHTITAN} is not for --to hf: transformers would not find these names",
+            hint="--to dcp --optimizer flat is what torchtitan loads",
+        )
     if how.get("base") is None:
         raise PlanError("--names needs --base DIR, whose config.json says which model it is")
 
@@ -157,8 +164,8 @@ class Conversion(Options, total=False):
         key_map: a file with renames and transforms, or the name of a built-in one; see `key_map`.
         partial: the key map may have rules that match nothing, and the checkpoint names that no
             rule matches. For `hf` and `names`, also tensors that the config's model lacks.
-        names: one of `transformers_names.NAMES`: the names and tensors that transformers has in
-            files (`hub`) or in memory (`transformers`), with the optimizer state. Needs `base`. If
+        names: the names and tensors that transformers has in files (`hub`) or in memory
+            (`transformers`), or those of `torchtitan`, with the optimizer state. Needs `base`. If
             absent, `hf` has those of files, and other targets those of the source.
         settings: the named numbers that the map needs. `heads` and `kv_heads` come from the config
             of `base`.

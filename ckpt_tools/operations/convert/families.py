@@ -1,0 +1,80 @@
+"""Finds the key map of a model by its config, and by the names that a checkpoint has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.operations.convert.key_map import read_map
+
+TORCHTITAN = "torchtitan"
+_MOST, _SHOWN = 0.5, 3
+
+
+class Family(NamedTuple):
+    """Models that the same key maps convert.
+
+    Attributes:
+        title: what people call it.
+        model_types: as `model_type` in a config says.
+        writers: whose names the map to the Hub's knows.
+        stem: of the names of its maps.
+    """
+
+    title: str
+    model_types: tuple[str, ...]
+    writers: str
+    stem: str
+
+    @property
+    def to_hub(self) -> str:
+        """Returns the map to the names of the Hub."""
+        return f"{self.stem}_titan_to_hf"
+
+    @property
+    def from_hub(self) -> str:
+        """Returns the map from the names of the Hub to torchtitan's."""
+        return f"{self.stem}_hf_to_titan"
+
+
+FAMILIES = (
+    Family("Llama", ("llama",), "torchtitan or Meta", "llama"),
+    Family("Qwen3", ("qwen3", "qwen3_moe"), TORCHTITAN, "qwen3"),
+    Family("DeepSeek-V3", ("deepseek_v3",), TORCHTITAN, "deepseek_v3"),
+)
+
+
+def family_of(config: Mapping[str, Any]) -> Family | None:
+    """Returns the family of a config's model, if there are maps for it."""
+    kind = config.get("model_type")
+    return next((family for family in FAMILIES if kind in family.model_types), None)
+
+
+def share_explained(names: Iterable[str], key_map: str) -> float:
+    """Returns the share of names that a built-in map has rules for, as a source has them."""
+    keys, found = read_map(key_map), list(names)
+    return sum(map(keys.explains, found)) / max(1, len(found))
+
+
+def foreign_names(names: Iterable[str], config: Mapping[str, Any]) -> Family | None:
+    """Returns the family of a config's model if a checkpoint has another framework's names of it.
+
+    Most names have to be such ones. The map then refuses the others by name.
+
+    Raises:
+        PlanError: the names are those of models of another kind than the config's.
+    """
+    found, mine = list(names), family_of(config)
+    if mine is not None and share_explained(found, mine.to_hub) > _MOST:
+        return mine
+    others = [one for one in FAMILIES if one != mine and share_explained(found, one.to_hub) == 1]
+    if not others:
+        return None
+    kinds = " or ".join(f"{family.title} ({family.writers})" for family in others)
+    raise PlanError(
+        f"the names are those of {kinds}, and the config is of another model:"
+        f" {printable(str(config.get('model_type')))!r}"
+        f" ({printable(', '.join(found[:_SHOWN]))}, …)",
+        hint="give the config of this model with --base DIR; or a key map with --map",
+    )

@@ -1,0 +1,163 @@
+"""Another framework's names are found by themselves, with the config's model.
+
+The oracle reorders rotary heads and renames with torch and plain text, and is no map of ours.
+`tests/peers/test_others.py` does the same with torchtitan's own models and adapters.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpt_tools
+from ckpt_tools.errors import PlanError
+from tests.command import run_command
+from tests.operations.llamas import base, llama
+
+State = dict[str, torch.Tensor]
+_NAMES = {
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm": "norm",
+    "lm_head": "output",
+    "model.layers": "layers",
+}
+
+
+def as_meta(weights: State) -> State:
+    """A Llama as Meta names it: rotary heads in pairs."""
+    found = {}
+    for name, values in weights.items():
+        for text, new in _NAMES.items():
+            name = name.replace(text, new)
+        for part, heads in (("wq", 4), ("wk", 2)):
+            if f"attention.{part}." in name:
+                rows, width = values.shape
+                halves = values.view(heads, 2, rows // heads // 2, width)
+                values = halves.transpose(1, 2).reshape(rows, width)
+        found[name] = values.contiguous()
+    return found
+
+
+@pytest.fixture
+def llamas(tmp_path: Path) -> tuple[State, Path, Path]:
+    """The weights of a Llama, the directory of its config, and a file of Meta's names."""
+    model = llama()
+    weights = {n: v.clone() for n, v in model.state_dict().items()}
+    folder = base(model, tmp_path / "base")
+    torch.save(as_meta(weights), tmp_path / "consolidated.00.pth")
+    return weights, folder, tmp_path / "consolidated.00.pth"
+
+
+def same(path: Path, want: State) -> bool:
+    found: State = {}
+    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+        found |= load_file(file)
+    return found.keys() == want.keys() and all(torch.equal(found[n], want[n]) for n in want)
+
+
+@pytest.mark.slow
+def test_meta_s_names_become_those_of_the_hub(
+    llamas: tuple[State, Path, Path], tmp_path: Path
+) -> None:
+    weights, folder, meta = llamas
+    result = ckpt_tools.convert(meta, tmp_path / "hf", to="hf", base=folder, check=True)
+    assert same(tmp_path / "hf", weights)
+    assert (
+        "the names are those of torchtitan or Meta for Llama: converted with the map"
+        " llama_titan_to_hf" in result.notes
+    )
+    done = run_command("convert", str(meta), str(tmp_path / "cli"), "--to", "hf", "--base", folder)
+    assert done.returncode == 0 and "llama_titan_to_hf" in done.stdout, done.stderr
+    assert same(tmp_path / "cli", weights)
+
+
+@pytest.mark.slow
+def test_torchtitan_s_names_from_the_hub_s_and_from_meta_s(
+    llamas: tuple[State, Path, Path], tmp_path: Path
+) -> None:
+    weights, folder, meta = llamas
+    save_file(weights, tmp_path / "hub.safetensors")
+    want = {
+        name.replace("attention.w", "attention.qkv_linear.w").replace("output.", "lm_head.")
+        if "wo." not in name
+        else name: values
+        for name, values in as_meta(weights).items()
+    }
+    for number, source in enumerate((tmp_path / "hub.safetensors", meta)):
+        there = tmp_path / f"titan-{number}.safetensors"
+        ckpt_tools.convert(source, there, to="safetensors", base=folder, names="torchtitan")
+        assert same(there, want)
+    back = tmp_path / "back.safetensors"
+    ckpt_tools.convert(there, back, to="safetensors", base=folder, names="hub")
+    assert same(back, weights)
+    again = tmp_path / "again.safetensors"  # these names already
+    ckpt_tools.convert(there, again, to="safetensors", base=folder, names="torchtitan")
+    assert same(again, want)
+
+
+@pytest.mark.slow
+def test_names_stay_where_nobody_asks_for_others(
+    llamas: tuple[State, Path, Path], tmp_path: Path
+) -> None:
+    weights, folder, meta = llamas
+    ckpt_tools.convert(meta, tmp_path / "a.safetensors", to="safetensors")
+    assert same(tmp_path / "a.safetensors", as_meta(weights))
+    ckpt_tools.convert(
+        meta,
+        tmp_path / "b",
+        to="hf",
+        base=folder,
+        key_map="llama_titan_to_hf",
+    )
+    assert same(tmp_path / "b", weights)
+
+
+def config(folder: Path, **values: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def test_what_does_not_fit_is_refused_with_the_candidates(
+    llamas: tuple[State, Path, Path], tmp_path: Path
+) -> None:
+    weights, folder, meta = llamas
+    out = tmp_path / "out"
+    other = config(tmp_path / "other", model_type="gemma2", num_attention_heads=4)
+    with pytest.raises(PlanError, match="are those of Llama.*another model: 'gemma2'"):
+        ckpt_tools.convert(meta, out, to="hf", base=other)
+    with pytest.raises(PlanError, match="--names torchtitan: no map for 'gemma2'"):
+        ckpt_tools.convert(meta, out, to="dcp", base=other, names="torchtitan", partial=True)
+    with pytest.raises(PlanError, match="not for --to hf"):
+        ckpt_tools.convert(meta, out, to="hf", base=folder, names="torchtitan")
+    with pytest.raises(PlanError, match="--names needs --base"):
+        ckpt_tools.convert(meta, out, to="dcp", names="torchtitan")
+    with pytest.raises(PlanError, match="expected hub or transformers or torchtitan, got 'meta'"):
+        ckpt_tools.convert(meta, out, to="dcp", base=folder, names="meta")
+    # one tensor more, which no rule explains
+    torch.save(as_meta(weights) | {"extra.weight": torch.ones(2)}, tmp_path / "more.pth")
+    with pytest.raises(PlanError, match=r"matches 1 names: extra\.weight \(llama_titan"):
+        ckpt_tools.convert(tmp_path / "more.pth", out, to="hf", base=folder)
+    ckpt_tools.convert(tmp_path / "more.pth", tmp_path / "most", to="hf", base=folder, partial=True)
+    assert same(tmp_path / "most", weights | {"extra.weight": torch.ones(2)})
+    # other numbers of heads than those of the weights
+    wrong = config(
+        tmp_path / "wrong", model_type="llama", num_attention_heads=3, num_key_value_heads=3
+    )
+    with pytest.raises(PlanError, match=r"heads|rows|divide"):
+        ckpt_tools.convert(meta, out, to="hf", base=wrong)
+    assert not out.exists()
