@@ -301,10 +301,10 @@ def convert(
         str | None,
         typer.Option(
             "--names",
-            metavar="hub|transformers",
+            metavar="hub|transformers|torchtitan",
             help=(
-                "Names and tensors of files on the Hub (the default of hf), or of transformers in"
-                " memory, with their optimizer state; needs --base."
+                "Names and tensors of files on the Hub (the default of hf), of transformers in"
+                " memory, or of torchtitan, with their optimizer state; needs --base."
             ),
             show_default=False,
             rich_help_panel="More",

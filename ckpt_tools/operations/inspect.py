@@ -14,6 +14,7 @@ from ckpt_tools.core.quantized import described, weights_in
 from ckpt_tools.errors import printable, redacted
 from ckpt_tools.formats.registry import open_source
 from ckpt_tools.operations.arguments import checked
+from ckpt_tools.operations.convert.families import naming_of
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.folder import others_at
 from ckpt_tools.storage.base import Traffic
@@ -111,7 +112,7 @@ def inspect(
     by_dtype: dict[str, Total] = {}
     by_key: dict[str, Total] = {}
     states: dict[str, Total] = {}
-    roots = find_optimizers(catalog)
+    roots, of_model = find_optimizers(catalog), list[str]()
     tied = other_names(catalog)
     for fqn, entry in catalog.tensors.items():
         nbytes = 0 if fqn in tied else entry.nbytes
@@ -123,6 +124,8 @@ def inspect(
         if is_state or is_optimizer_state(fqn):
             first = _KEY_FIRST.search(fqn)
             _add(states, first[1] if first else key, 1, 0, nbytes)
+        else:
+            of_model.append(fqn)
     for fqn, item in catalog.objects.items():
         _add(by_key, key_path(catalog, fqn)[0], 0, 1, item.extent.nbytes)
     nbytes = sum(total.nbytes for total in by_dtype.values())
@@ -130,6 +133,8 @@ def inspect(
     extras = dict(catalog.extras)
     if weights := weights_in(catalog.tensors.values()):
         extras["quantized"] = f"{described(weights)} (weights)"
+    if naming := naming_of(of_model):
+        extras["names"] = naming
     if tied:
         some = ", ".join(f"{printable(n)} is {printable(o)}" for n, o in list(tied.items())[:_TIED])
         extras["stored once"] = some + f", and {len(tied) - _TIED} more" * (len(tied) > _TIED)

@@ -109,6 +109,36 @@ def test_torchtitan_s_names_from_the_hub_s_and_from_meta_s(
     assert same(again, want)
 
 
+def test_inspect_tells_whose_names_they_are(
+    llamas: tuple[State, Path, Path], tmp_path: Path
+) -> None:
+    weights, _, meta = llamas
+
+    def shown(path: Path) -> str:
+        return ckpt_tools.inspect(path).extras.get("names", "")
+
+    assert shown(meta).startswith("those of torchtitan or Meta (Llama")
+    save_file(weights, tmp_path / "hub.safetensors")
+    assert shown(tmp_path / "hub.safetensors").startswith("the Hub's (Llama")
+    for state, start in (
+        (as_meta(weights), "those of torchtitan or Meta (Llama"),
+        (weights, "the Hub"),
+    ):
+        step = tmp_path / "run" / f"step-{len(start)}"
+        parameters = {name: torch.nn.Parameter(values) for name, values in state.items()}
+        optimizer = torch.optim.AdamW(parameters.items())
+        for values in parameters.values():
+            values.grad = torch.ones_like(values)
+        optimizer.step()
+        ckpt_tools.save(step, {"model": parameters, "optimizer": optimizer})
+        assert shown(step).startswith(start)
+    save_file(
+        {"a.weight": torch.ones(2), "output.bias": torch.ones(2)}, tmp_path / "own.safetensors"
+    )
+    assert shown(tmp_path / "own.safetensors") == ""
+    assert "names: those of torchtitan" in run_command("inspect", str(meta)).stdout
+
+
 @pytest.mark.slow
 def test_names_stay_where_nobody_asks_for_others(
     llamas: tuple[State, Path, Path], tmp_path: Path

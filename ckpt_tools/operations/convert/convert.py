@@ -38,8 +38,9 @@ from ckpt_tools.operations.convert.huggingface import (
     head_counts,
     read_config,
 )
-from ckpt_tools.operations.convert.key_map import apply_map, check_settings, read_map
+from ckpt_tools.operations.convert.key_map import apply_map, check_settings
 from ckpt_tools.operations.convert.layouts import TargetLayout
+from ckpt_tools.operations.convert.map_file import read_map
 from ckpt_tools.operations.convert.model_names import shapes_in
 from ckpt_tools.operations.convert.options import Conversion, check_request, substitute
 from ckpt_tools.operations.convert.param_order import ModelOrder, read_order

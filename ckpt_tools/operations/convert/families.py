@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import PlanError, printable
-from ckpt_tools.operations.convert.key_map import read_map
+from ckpt_tools.operations.convert.map_file import read_map
 
 TORCHTITAN = "torchtitan"
 _MOST, _SHOWN = 0.5, 3
+_LOOKED_AT = 200  # names, evenly from all
+_KEY = "model."  # above the names of a model in the steps of many jobs
 
 
 class Family(NamedTuple):
@@ -55,6 +57,32 @@ def share_explained(names: Iterable[str], key_map: str) -> float:
     """Returns the share of names that a built-in map has rules for, as a source has them."""
     keys, found = read_map(key_map), list(names)
     return sum(map(keys.explains, found)) / max(1, len(found))
+
+
+def naming_of(names: Sequence[str]) -> str:
+    """Returns whose names a model has, for people; "" if no built-in map tells.
+
+    Args:
+        names: of its parameters and buffers. Some of them are looked at.
+    """
+    some = names[:: max(1, len(names) // _LOOKED_AT)]
+    without = [name.removeprefix(_KEY) for name in some if name.startswith(_KEY)]
+    for mine in (some, without if len(without) == len(some) else []):
+        for is_hub in (False, True):
+            shares = {
+                one: share_explained(mine, one.from_hub if is_hub else one.to_hub)
+                for one in FAMILIES
+            }
+            if (best := max(shares.values())) > _MOST:
+                found = [one for one, share in shares.items() if share == best]
+                titles = " or ".join(one.title for one in found)
+                return (
+                    f"the Hub's ({titles})"
+                    if is_hub
+                    else f"those of {found[0].writers} ({titles}); convert --to hf --base DIR"
+                    " writes the Hub's"
+                )
+    return ""
 
 
 def foreign_names(names: Iterable[str], config: Mapping[str, Any]) -> Family | None:
