@@ -92,8 +92,8 @@ class Verification:
         self.catalog: Catalog | None = None
         try:
             self.manifest = manifest_of(self.store)
-            if self.manifest is not None and self.manifest.salvage_note:
-                self.notes.append(self.manifest.salvage_note)
+            if self.manifest is not None:
+                self.notes += self.manifest.notes
         except FormatError as error:
             self._unreadable += [
                 Problem(name, f"cannot be read: {error}") for name in names_in(folder, name)

@@ -27,6 +27,7 @@ from ckpt_tools.version import __version__
 VERSION = 2  # version 1 has no checksum of its own and is not read
 CHECKSUM = "crc64nvme"
 NUM_LOST = "num_lost"  # in `source`: entries that `ckpt salvage` could not rescue
+RENAMED_BY = "renamed_by"  # in `source`: what has changed the names, in order
 ROOM_BYTES = 1 << 20  # what a result needs on a disk beside its data
 
 
@@ -103,6 +104,14 @@ class Manifest:
         """Returns the remark on a salvaged checkpoint; "" for any other."""
         number = self.num_lost
         return f"salvaged: {number:,} entr{'y' if number == 1 else 'ies'} lost" if number else ""
+
+    @property
+    def notes(self) -> list[str]:
+        """Returns remarks on how the checkpoint was made."""
+        found = self.source.get(RENAMED_BY)
+        steps = [printable(str(one)) for one in found] if isinstance(found, list) else []
+        renamed = [f"names and layout were changed by {', then '.join(steps)}"] if steps else []
+        return [note for note in (self.salvage_note, *renamed) if note]
 
     @property
     def thinned(self) -> list[str]:

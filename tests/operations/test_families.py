@@ -80,6 +80,8 @@ def test_meta_s_names_become_those_of_the_hub(
         "the names are those of torchtitan or Meta for Llama: converted with the map"
         " llama_titan_to_hf" in result.notes
     )
+    shown = "names and layout were changed by the key map llama_titan_to_hf"
+    assert shown in ckpt_tools.verify(tmp_path / "hf").notes
     done = run_command("convert", str(meta), str(tmp_path / "cli"), "--to", "hf", "--base", folder)
     assert done.returncode == 0 and "llama_titan_to_hf" in done.stdout, done.stderr
     assert same(tmp_path / "cli", weights)
@@ -176,7 +178,9 @@ def test_what_does_not_fit_is_refused_with_the_candidates(
         ckpt_tools.convert(meta, out, to="hf", base=folder, names="torchtitan")
     with pytest.raises(PlanError, match="--names needs --base"):
         ckpt_tools.convert(meta, out, to="dcp", names="torchtitan")
-    with pytest.raises(PlanError, match="expected hub or transformers or torchtitan, got 'meta'"):
+    with pytest.raises(
+        PlanError, match="expected one of hub, transformers, torchtitan, got 'meta'"
+    ):
         ckpt_tools.convert(meta, out, to="dcp", base=folder, names="meta")
     # one tensor more, which no rule explains
     torch.save(as_meta(weights) | {"extra.weight": torch.ones(2)}, tmp_path / "more.pth")
@@ -191,3 +195,31 @@ def test_what_does_not_fit_is_refused_with_the_candidates(
     with pytest.raises(PlanError, match=r"heads|rows|divide"):
         ckpt_tools.convert(meta, out, to="hf", base=wrong)
     assert not out.exists()
+
+
+def test_the_manifest_tells_what_has_changed_the_names(tmp_path: Path) -> None:
+    save_file({"a.w": torch.ones(4, 2), "b.w": torch.zeros(3)}, tmp_path / "src.safetensors")
+    own = tmp_path / "own.json"
+    own.write_text('{"rename": [["^a\\\\.", "c."], ["^b\\\\.", "d."]]}')
+    out = tmp_path / "out.safetensors"
+    ckpt_tools.convert(
+        tmp_path / "src.safetensors", out, to="safetensors", key_map=own, rename=["^c=e"]
+    )
+    (note,) = ckpt_tools.verify(out).notes
+    crc = crc64_of(own.read_bytes())
+    assert note == (
+        f"names and layout were changed by the key map own.json (CRC-64 {crc}), then --rename ^c=e"
+    )
+    plain = tmp_path / "plain.safetensors"
+    ckpt_tools.convert(tmp_path / "src.safetensors", plain, to="safetensors")
+    assert ckpt_tools.verify(plain).notes == []
+
+
+def crc64_of(data: bytes) -> str:
+    """CRC-64/NVME bit by bit, by its definition."""
+    crc = 0xFFFFFFFFFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x9A6C9329AC4BC9B5 if crc & 1 else 0)
+    return f"{crc ^ 0xFFFFFFFFFFFFFFFF:016x}"

@@ -223,7 +223,10 @@ def test_what_cannot_be_named_is_refused(tmp_path: Path, ckpt: Run) -> None:
     assert done.returncode == 13 and "transformers has no model 'NoSuchModel'" in done.stderr
     for more, told in (
         (["--names", "transformers"], "--names needs --base DIR"),
-        (["--names", "meta", "--base", base], "--names: expected hub or transformers, got 'meta'"),
+        (
+            ["--names", "meta", "--base", base],
+            "--names: expected one of hub, transformers, torchtitan, got 'meta'",
+        ),
     ):
         done = ckpt("convert", tmp_path / "want", tmp_path / "o", "--to", "dcp", *more)
         assert done.returncode == 13 and told in done.stderr, done.stderr

@@ -61,6 +61,7 @@ from ckpt_tools.operations.merge_reshard import (
 )
 from ckpt_tools.operations.side_files import left_beside
 from ckpt_tools.publish.destinations import open_destination
+from ckpt_tools.publish.manifest import RENAMED_BY
 from ckpt_tools.publish.sealed_source import open_sealed
 from ckpt_tools.ranks.base import ALONE, Group
 from ckpt_tools.transfer.options import Options, Path_
@@ -161,6 +162,8 @@ def prepare(
         what = f"no tensors are left of {len(source.catalog.tensors)} ({printable(source.path)})"
         raise PlanError(what, hint=f"ckpt inspect {source.path}")
     about = {**(about or {}), **_order_of(parts, how)}
+    if parts.renamed_by:
+        about[RENAMED_BY] = list(parts.renamed_by)
     layout = TargetLayout(source, parts, how, bool(is_model))
     catalog, form, request = layout.lay_out(to, str(dst))
     catalog = replace(
@@ -287,6 +290,7 @@ def _renamed(parts: TrainingState, source: Source, to: str, how: Conversion) -> 
         check_settings(keys, how.get("settings") or {})
         refuse_unnamed(parts, "a key map changes parameters and their state")
         parts = apply_map(parts, keys, source, bool(how.get("partial")))
+        parts.renamed_by.append(keys.title)
     for rule in how.get("rename", ()):
         before, parts = parts, parts.renamed(substitute(rule))
         states = zip(parts.optimizers, before.optimizers, strict=True)
@@ -297,6 +301,7 @@ def _renamed(parts: TrainingState, source: Source, to: str, how: Conversion) -> 
             raise PlanError(
                 f"--rename {printable(rule)!r} changes no name", hint=f"names look like: {some}"
             )
+        parts.renamed_by.append(f"--rename {printable(rule)}")
     return parts
 
 
@@ -342,6 +347,7 @@ def _named_by_torchtitan(parts: TrainingState, how: Conversion, source: Source) 
     parts.notes.append(f"converted to torchtitan's names with the map {family.from_hub}")
     keys = read_map(family.from_hub, _numbers(base, {}))
     refuse_unnamed(parts, "a key map changes parameters and their state")
+    parts.renamed_by.append(keys.title)
     return apply_map(parts, keys, source, bool(how.get("partial")))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.storage.small_files import parse_json, read_named
 
@@ -34,6 +35,14 @@ class KeyMap:
     transpose: Sequence[Mapping[str, Any]]
     stack: Sequence[Mapping[str, Any]]
     settings: Mapping[str, int] = field(default_factory=dict)
+    crc64: int = 0
+
+    @property
+    def title(self) -> str:
+        """Returns what tells the map apart: the name of a built-in one; else file and CRC-64."""
+        if self.path in own_maps():
+            return f"the key map {self.path}"
+        return f"the key map {os.path.basename(self.path)} (CRC-64 {hex64(self.crc64)})"
 
     def explains(self, name: str) -> bool:
         """Tells whether a rule is for a name, as a source has it."""
@@ -78,7 +87,8 @@ def read_map(path: str | os.PathLike[str], settings: Mapping[str, int] | None = 
     where = os.fspath(path)
     file = _OWN / f"{where}.json" if where in own_maps() else Path(where)
     try:
-        body = parse_json(read_named(file))
+        data = read_named(file)
+        body = parse_json(data)
         if not isinstance(body, dict) or body.keys() - _KEYS - _FIELDS.keys():
             raise ValueError(f"expected a table with {', '.join(sorted(_KEYS | _FIELDS.keys()))}")
         renames = [_rename(*rule) for rule in body.get("rename", [])]
@@ -89,7 +99,9 @@ def read_map(path: str | os.PathLike[str], settings: Mapping[str, int] | None = 
         raise PlanError(
             f"not a key map: {printable(str(error))} ({printable(where)})", hint=hint
         ) from error
-    return KeyMap(where, drop, keep, renames, **rules, settings=settings or {})
+    return KeyMap(
+        where, drop, keep, renames, **rules, settings=settings or {}, crc64=crc64nvme(data)
+    )
 
 
 _FIELDS = {

@@ -113,7 +113,7 @@ def _check_names(names: str | None, to: str, how: Mapping[str, Any]) -> None:
         return
     known = (*NAMES, TORCHTITAN)
     if names not in known:
-        raise PlanError(f"--names: expected {' or '.join(known)}, got {printable(names)!r}")
+        raise PlanError(f"--names: expected one of {', '.join(known)}, got {printable(names)!r}")
     if names == TORCHTITAN and to == "hf":
         raise PlanError(
             f"--names {TORCHTITAN} is not for --to hf: transformers would not find these names",

@@ -61,6 +61,7 @@ class TrainingState:
     LBFGS's: they stay in the rest. `used` has the stored names of tensors that were cut or joined.
     `is_dequantized` tells that quantized weights of the model have become numbers.
     `saved_by_transformers` has the names and shapes that transformers would save; None if unknown.
+    `renamed_by` tells what has changed the names and the layout, in order.
     """
 
     prefix: tuple[str, ...]
@@ -75,6 +76,7 @@ class TrainingState:
     used: frozenset[str] = frozenset()
     is_dequantized: bool = False
     saved_by_transformers: Mapping[str, tuple[int, ...]] | None = None
+    renamed_by: list[str] = field(default_factory=list)
 
     def renamed(self, new_name: Callable[[str], str]) -> TrainingState:
         """Returns the state with renamed parameters, in the model and in the optimizers.

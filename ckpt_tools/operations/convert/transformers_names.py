@@ -265,6 +265,8 @@ def rename_as(
             f" {len(parts.model):,} with {what}"
         )
         parts.notes += _others(parts, before.keys() - parts.model.keys())
+        kind = "of files" if to == HUB else "in memory"
+        parts.renamed_by.append(f"transformers {names.release} (names {kind})")
     if not is_partial and (lacking := right.keys() - parts.model.keys()):
         parts.notes.append(
             f"the config's model has names that the result lacks: {some(sorted(lacking))}"
