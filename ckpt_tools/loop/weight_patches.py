@@ -8,7 +8,7 @@ Imports torch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -21,7 +21,13 @@ from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.kernels import Bytes
 from ckpt_tools.engine.sinks import empty_bytes
-from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable
+from ckpt_tools.errors import (
+    IntegrityError,
+    NotACheckpointError,
+    PlanError,
+    StorageError,
+    printable,
+)
 from ckpt_tools.formats.deltas.chain import PatchedStore, as_patched
 from ckpt_tools.formats.deltas.layout import version_name
 from ckpt_tools.formats.registry import Source, open_source, open_version, versions_in
@@ -69,7 +75,8 @@ def weight_patches(
     """Yields what has changed between two versions, tensor by tensor, in host memory.
 
     A tensor that has not changed is left out. All bytes are compared with the checksums of the
-    publication before they are given out. In memory are the changes of `jobs` tensors and one.
+    publication before they are given out. In memory are the changes of `jobs` tensors and one: a
+    position of 4 bytes and a value for each changed element.
 
     Args:
         root: the directory of the versions; a path or a URL.
@@ -80,20 +87,24 @@ def weight_patches(
         storage_options: for fsspec.
 
     Raises:
+        NotACheckpointError: there are no versions.
         PlanError: there is no such version; or the two have different tensors.
         IntegrityError: a version is damaged, or `base` is another model.
         StorageError: a version cannot be read.
     """
     url = local_path(root).rstrip("/")
     numbers = versions_in(url, storage_options)
-    last = numbers[-1] if version is None and numbers else version
+    if not numbers:
+        raise NotACheckpointError(
+            f"no version lies in {printable(url)}", hint=f"looked for {version_name(1)} and on"
+        )
+    last = numbers[-1] if version is None else version
     for number in (from_version, last):
         if number not in (0, *numbers) or last == 0:
-            shown = ", ".join(map(str, numbers[-5:])) or "none"
+            shown = ", ".join(map(str, numbers[-5:]))
             raise PlanError(
                 f"there is no version {number} in {printable(url)}; the newest are {shown}"
             )
-    assert last is not None
     if last < from_version:
         raise PlanError(f"expected a version from {from_version} on, got {last}")
     where = "" if base is None else local_path(base)
@@ -186,36 +197,49 @@ class _Compared:
         """Compares a tensor; returns None if it is the same."""
         entry = self._sides[1][0].catalog.tensors[name]
         dtype: torch.dtype = getattr(torch, entry.dtype.name)
-        where, found = self._changes(name, entry)
-        if not len(where):
-            return None
         if _takes_positions(dtype):
+            where, found = self._changes(name, entry)
+            if not len(where):
+                return None
             values = torch.from_numpy(found).view(dtype)
             if not values.float().isnan().any():
-                numel = entry.nbytes // entry.dtype.itemsize
-                kind = np.int32 if numel <= _MAX_INT32 else np.int64
-                indices = torch.from_numpy(where.astype(kind, copy=False))
+                indices = torch.from_numpy(where)
                 return WeightPatch(name, entry.shape, dtype, values, indices)
-        data = empty_bytes(entry.nbytes)
-        for start, (_, tile) in self._tiles(name, entry):
-            data[start : start + len(tile)] = tile
+        data, differs, sums = empty_bytes(entry.nbytes), False, [0, 0]
+        for start, (was, now) in self._tiles(name, entry):
+            sums = [crc64nvme(t.data, crc) for t, crc in zip((was, now), sums, strict=True)]
+            data[start : start + len(now)] = now
+            differs = differs or not np.array_equal(was, now)
+        self._prove(name, sums)
+        if not differs:
+            return None
         return WeightPatch(name, entry.shape, dtype, torch.from_numpy(data).view(dtype))
 
     def _changes(self, name: str, entry: TensorEntry) -> tuple[Any, Any]:
-        """Returns the positions of changed elements, and the new ones, as integers.
-
-        A type that takes no positions is compared by byte.
-        """
-        dtype = getattr(torch, entry.dtype.name)
-        kind = _INTS[entry.dtype.itemsize] if _takes_positions(dtype) else np.uint8
-        sums, where, values = [0, 0], [], []
+        """Returns the positions of changed elements, and the new ones, as integers."""
+        kind, numel = _INTS[entry.dtype.itemsize], entry.nbytes // entry.dtype.itemsize
+        # memory that nothing is written to takes no room
+        where: Any = np.empty(numel, np.int32 if numel <= _MAX_INT32 else np.int64)
+        values = np.empty(numel, kind)
+        sums, count = [0, 0], 0
         for start, tiles in self._tiles(name, entry):
             sums = [crc64nvme(t.data, crc) for t, crc in zip(tiles, sums, strict=True)]
             was, now = (tile.view(kind) for tile in tiles)
             differs = np.flatnonzero(was != now)
-            if len(differs):
-                values.append(now[differs])
-                where.append(differs + start // now.itemsize)
+            stop = count + len(differs)
+            values[count:stop] = now[differs]
+            where[count:stop] = differs
+            where[count:stop] += start // now.itemsize
+            count = stop
+        self._prove(name, sums)
+        return where[:count], values[:count]
+
+    def _prove(self, name: str, sums: Sequence[int]) -> None:
+        """Compares the CRC-64 of the old and the new bytes with what was published.
+
+        Raises:
+            IntegrityError: one differs.
+        """
         for (source, sealed), crc in zip(self._sides, sums, strict=True):
             if sealed is not None and int(sealed.tensors[name].fingerprint, 16) != crc:
                 raise IntegrityError(
@@ -224,9 +248,6 @@ class _Compared:
                     hint="ckpt verify on the directory of the versions names what is damaged; or"
                     " base is another model",
                 )
-        if not where:
-            return np.empty(0, np.int64), np.empty(0, kind)
-        return np.concatenate(where), np.concatenate(values)
 
     def _tiles(self, name: str, entry: TensorEntry) -> Iterator[tuple[int, list[Bytes]]]:
         """Yields the old and the new bytes of a tensor, from a byte on. Their memory is reused."""

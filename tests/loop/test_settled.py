@@ -89,6 +89,38 @@ def test_what_gets_no_gradient_is_written_once(options: dict[str, Any], tmp_path
     assert torch.equal(state["model"]["experts"][2].weight, job.experts[2].weight)
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["settled", "frozen"])
+def test_statistics_of_an_accelerator_are_those_of_the_host(
+    frozen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file has the statistics of its own tensors, also where most values are zeros."""
+
+    def saved(root: Path) -> list[dict[str, Any]]:
+        job = Job(root, statistics=True)
+        with torch.no_grad():
+            job.experts[1].weight.zero_()
+        job.experts[1].requires_grad_(not frozen)
+        with job.checkpoints:
+            for step in range(1, 8):
+                job.save(step)
+        assert job.reports[-1].linked_nbytes > 1_400_000
+        return [
+            {name: one.packed() for name, one in ckpt_tools.stats(path).tensors.items()}
+            for path in sorted(root.glob("step-*"))
+        ]
+
+    host = saved(tmp_path / "host")
+    monkeypatch.setattr("ckpt_tools.loop.state.device_statistics.DEVICE_TYPES", ("cpu",))
+    device = saved(tmp_path / "device")
+    for one, other in zip(host, device, strict=True):
+        assert one.keys() == other.keys()
+        for name, values in one.items():
+            assert other[name] == pytest.approx(values, rel=1e-5), name
+    # the last field is the change since the step before
+    assert host[-1]["model.experts.1.weight"][2] == 600 * 600
+    assert host[-1]["model.experts.0.weight"][-1] > 0 == host[-1]["model.experts.1.weight"][-1]
+
+
 def test_moments_settle_with_their_parameters(tmp_path: Path) -> None:
     """After an expert was used at the first step, its moments stay the same, too."""
     job = Job(tmp_path / "run")
@@ -166,10 +198,15 @@ def test_the_choice() -> None:
         *[list("bcde")] * 5,
         list("abcde"),
     ]
-    # three times between two choices, and then no more until the next one
-    each = rounds(*[""] * 16, "a", "b", "c", "d", "", "d", *[""] * 10)
-    assert each[15:22] == [list(x) for x in ("abcde", "bcde", "cde", "de", "de", "de", "de")]
-    assert each[31] == ["e"]
+    # at once, then after 2 saves, 4 saves and so on, those of this time together
+    each = rounds(*[""] * 16, "a", "b", "c", "d", "", "", "e", *[""] * 9)
+    assert each[15:23] == [list(x) for x in ("abcde", "bcde", "bcde", "de", "de", "de", "de", "")]
+    assert each[31] == []
+    # a save of a part of the state drops nothing else
+    settled = SettledTensors()
+    for number in range(1, 9):
+        settled.note({"a": "1", "b": "2"} if number % 2 else {"a": "1"})
+    assert settled.chosen == {"a", "b"}
 
 
 def test_short_or_unwanted_ones_have_no_file_of_their_own(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import shutil
 import threading
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from safetensors.torch import save_file
 import ckpt_tools
 from ckpt_tools import WeightPatch, weight_patches
 from ckpt_tools.errors import IntegrityError, NotACheckpointError, PlanError, StorageError
+from ckpt_tools.formats.deltas.chain import ChangedTensor, Frame, Layer, _FramesAhead
+from ckpt_tools.storage import Capabilities
+from ckpt_tools.storage.base import StoreDefaults
 from tests.publishing import Publisher, next_state, version
 from tests.servers.faults import watched
 from tests.servers.servers import Server
@@ -165,7 +169,7 @@ def test_without_our_manifest_the_publisher_s_checksums_count(publisher: Publish
 
 
 def test_wrong_requests(publisher: Publisher, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="no version 1 in"):
+    with pytest.raises(NotACheckpointError, match="no version lies in"):
         weight_patches(publisher.root, 1)
     for _ in range(2):
         publisher.publish()
@@ -195,6 +199,37 @@ def test_wrong_requests(publisher: Publisher, tmp_path: Path) -> None:
         list(weight_patches(root, 0, base=publisher.base))
 
 
+class Asked(StoreDefaults):
+    """The store of a bucket, which notes what it will be asked for."""
+
+    capabilities = Capabilities(can_write_anywhere=False, is_remote=True)
+
+    def __init__(self) -> None:
+        self.announced: list[str] = []
+
+    def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
+        self.announced += [file for file, *_ in ranges]
+
+
+def test_frames_are_announced_once_and_within_a_budget() -> None:
+    """Also if threads read them in another order, and ask for some before they are announced."""
+    store: Any = Asked()
+    layer = Layer(cast(Any, None), store, lambda: store)
+    tensors = [
+        ChangedTensor(f"t{n}", "f", 0, 1, [Frame(layer, f"t{n}", 0, 40 << 20, "")])
+        for n in range(9)
+    ]
+    ahead = _FramesAhead()
+    ahead.announce(tensors)
+    assert store.announced == ["t0", "t1"]
+    for n in (2, 0, 1):
+        ahead.has_read(tensors[n])
+    assert store.announced == ["t0", "t1", "t3", "t4"]
+    for n in range(3, 9):
+        ahead.has_read(tensors[n])
+    assert store.announced == [f"t{n}" for n in (0, 1, 3, 4, 5, 6, 7, 8)]
+
+
 def test_who_stops_early_leaves_no_threads(publisher: Publisher) -> None:
     publisher.publish()
     patches = weight_patches(publisher.root, 0)
@@ -203,19 +238,22 @@ def test_who_stops_early_leaves_no_threads(publisher: Publisher) -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("ckpt-patches")]
 
 
-def test_a_bucket_is_read_once(server: Server, publisher: Publisher) -> None:
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_bucket_is_read_once(first: int, server: Server, publisher: Publisher) -> None:
     """Neighbouring changes share a request, and the old bytes are read once."""
-    server.bucket("patches")
-    url, options = "s3://patches/root", {"storage_options": server.options}
-    publisher.publish(root=url, full=True, base=publisher.base, **options)
+    fs = server.bucket("patches")
+    fs.put(str(publisher.base), f"patches/base{first}", recursive=True)
+    url, options = f"s3://patches/root{first}", {"storage_options": server.options}
+    base = f"s3://patches/base{first}"
+    publisher.publish(root=url, full=first == 1, base=base, **options)
     for _ in range(2):
         publisher.publish(root=url, **options)
     with watched(server.endpoint) as (proxy, log):
         through = {"storage_options": server.options | {"endpoint_url": proxy}}
-        patches = list(weight_patches(url, 1, **through))
+        patches = list(weight_patches(url, first, **through))
         reads = [r for r, _ in log if r.path.endswith(".safetensors")]
-    assert same(applied(publisher.states[1], patches), publisher.states[3])
-    # of three versions: a header in two requests, and the tensors, which are neighbours
+    assert same(applied(publisher.states[first], patches), publisher.states[3])
+    # of each file: a header in two requests, and the tensors, which are neighbours
     ranges = [(request.path, request.headers["Range"]) for request in reads]
     data = [path for path, r in ranges if r != "bytes=0-7" and not r.startswith("bytes=8-")]
-    assert len(data) == len(set(data)) == 3
+    assert len(data) == len(set(data)) == 3 + 2 * (first == 0)

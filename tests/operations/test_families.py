@@ -119,12 +119,12 @@ def test_inspect_tells_whose_names_they_are(
     def shown(path: Path) -> str:
         return ckpt_tools.inspect(path).extras.get("names", "")
 
-    assert shown(meta).startswith("those of torchtitan or Meta (Llama")
+    assert shown(meta).startswith("like torchtitan or Meta has those of Llama")
     save_file(weights, tmp_path / "hub.safetensors")
-    assert shown(tmp_path / "hub.safetensors").startswith("the Hub's (Llama")
+    assert shown(tmp_path / "hub.safetensors").startswith("like those of Llama")
     for state, start in (
-        (as_meta(weights), "those of torchtitan or Meta (Llama"),
-        (weights, "the Hub"),
+        (as_meta(weights), "like torchtitan or Meta has those of Llama"),
+        (weights, "like those of Llama"),
     ):
         step = tmp_path / "run" / f"step-{len(start)}"
         parameters = {name: torch.nn.Parameter(values) for name, values in state.items()}
@@ -138,7 +138,7 @@ def test_inspect_tells_whose_names_they_are(
         {"a.weight": torch.ones(2), "output.bias": torch.ones(2)}, tmp_path / "own.safetensors"
     )
     assert shown(tmp_path / "own.safetensors") == ""
-    assert "names: those of torchtitan" in run_command("inspect", str(meta)).stdout
+    assert "names: like torchtitan" in run_command("inspect", str(meta)).stdout
 
 
 @pytest.mark.slow
@@ -188,6 +188,11 @@ def test_what_does_not_fit_is_refused_with_the_candidates(
         ckpt_tools.convert(tmp_path / "more.pth", out, to="hf", base=folder)
     ckpt_tools.convert(tmp_path / "more.pth", tmp_path / "most", to="hf", base=folder, partial=True)
     assert same(tmp_path / "most", weights | {"extra.weight": torch.ones(2)})
+    # a name that both have tells nothing
+    save_file({"lm_head.weight": torch.ones(64, 32)}, tmp_path / "head.safetensors")
+    ckpt_tools.convert(
+        tmp_path / "head.safetensors", tmp_path / "head", to="hf", base=folder, partial=True
+    )
     # other numbers of heads than those of the weights
     wrong = config(
         tmp_path / "wrong", model_type="llama", num_attention_heads=3, num_key_value_heads=3

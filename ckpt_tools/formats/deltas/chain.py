@@ -157,8 +157,11 @@ def find_chain(
         said = said or index.base
         number = index.base_number
         if number == 0:
-            where = base or _said_base(said, store)
-            return Chain(_open_base(where, elsewhere), layers)
+            below = _open_base(base or _said_base(said, store), elsewhere)
+            found = None if is_reached is None else is_reached(number, below)
+            if found is not None:
+                below.close()
+            return Chain(found or below, layers)
         below = sibling(version_name(number))
         if not _holds_files(below):
             raise StorageError(
@@ -433,6 +436,7 @@ class _FramesAhead:
     def __init__(self) -> None:
         self._lock, self._seen, self._waiting = threading.Lock(), set[str](), deque[ChangedTensor]()
         self._coming: dict[str, int] = {}
+        self._read = set[str]()
         self._nbytes = 0
 
     def announce(self, tensors: Iterable[ChangedTensor]) -> None:
@@ -447,6 +451,7 @@ class _FramesAhead:
     def has_read(self, tensor: ChangedTensor) -> None:
         """Notes that the frames of a tensor have been read."""
         with self._lock:
+            self._read.add(tensor.fqn)
             self._nbytes -= self._coming.pop(tensor.fqn, 0)
             self._start()
 
@@ -456,6 +461,8 @@ class _FramesAhead:
         ranges: dict[int, tuple[Store, list[tuple[str, int, int]]]] = {}
         while self._waiting and self._nbytes < _AHEAD_BYTES:
             tensor = self._waiting.popleft()
+            if tensor.fqn in self._read:
+                continue
             frames = [frame for frame in tensor.frames if frame.layer.is_remote]
             self._coming[tensor.fqn] = sum(frame.nbytes for frame in frames)
             self._nbytes += self._coming[tensor.fqn]

@@ -303,7 +303,8 @@ class BackgroundWriter:
         for plan, given, part in zip(save.layout.files, contents, parts, strict=True):
             if plan.kind != FileKind.CHANGING:
                 source = LinkSource(what, target, attempts[-1], part.identity)
-                self._remember(save.layout, plan.kind, checksums[plan.kind], given, part, source)
+                mine = checksums.get(plan.kind, ())
+                self._remember(save.layout, plan.kind, mine, given, part, source)
         return report
 
     def _make_ready(
@@ -342,7 +343,7 @@ class BackgroundWriter:
             found[FileKind.FROZEN] = pending.unchanged
         checksums = {FileKind.FROZEN: pending.frozen_checksums}
         copies = found.get(FileKind.SETTLED)
-        if copies is not None and not isinstance(copies, Unchanged):
+        if self._links_files and copies is not None and not isinstance(copies, Unchanged):
             with ThreadPoolExecutor(jobs, "ckpt-prove") as pool:
                 mine = checksums[FileKind.SETTLED] = tuple(pool.map(crc64nvme, copies))
             known = self._known_file(FileKind.SETTLED, layout, mine, pending.save.extras.statistics)

@@ -348,12 +348,12 @@ def _write_files(
             jobs,
             extras.statistics,
             extras.before,
-            measured,
+            {fqn: found for fqn, found in measured.items() if fqn in plan.target.slots},
             progress,
         )
         if isinstance(given, Unchanged) and part.crc64 != given.known.part.crc64:
             raise CheckpointError(
-                "frozen parameters changed while they were written",
+                f"values changed while {part.name} was written",
                 hint="the next save writes the new values",
             )
         parts.append(part._replace(how=how, remark=remark or extras.remark))

@@ -30,7 +30,6 @@ from ckpt_tools.loop.state.unchanged import memory_of, plainly
 
 LEAST_BYTES = 1 << 20  # of such shards on a rank: below, a file of their own does not pay
 _MAX_CHANGES = 2  # a parameter that changes more often is not frozen, such as an average
-_MAX_EVENTS = 3  # saves after which a settled tensor becomes an ordinary one, between two choices
 
 _Numbers = tuple[list[int], list[int]]  # of frozen and of settled shards
 
@@ -41,8 +40,8 @@ class SettledTensors:
 
     All ranks have the same choice. A new one changes the layout of the files, on which all ranks
     agree. So rank 0 chooses after the save number 2, 4, 8 and so on, and takes the tensors that
-    have not changed since the choice before. A tensor that changes is an ordinary one again; but in
-    an interval, this happens a few times at most.
+    have not changed since the choice before. Tensors that change become ordinary ones again: at
+    once, then after 2 saves, 4 saves and so on, those of this time together.
 
     Attributes:
         names: of the settled tensors, for the next save.
@@ -53,8 +52,8 @@ class SettledTensors:
         self.names: frozenset[str] = frozenset()
         self.chosen: frozenset[str] = frozenset()
         self._fingerprints: dict[str, str] = {}
-        self._changed = set[str]()
-        self._num_saves = self._num_events = 0
+        self._changed = set[str]()  # since the last choice
+        self._num_saves = self._num_events = self._next_event = 0
 
     def note(self, fingerprints: Mapping[str, str]) -> None:
         """Takes the fingerprint of each tensor of a save that is committed. Rank 0 calls it."""
@@ -65,11 +64,13 @@ class SettledTensors:
             return
         self._changed |= changed
         if self._num_saves.bit_count() == 1:
-            self.chosen = frozenset(fingerprints.keys() - self._changed)
-            self._changed, self._num_events = set(), 0
-        elif self.chosen & changed and self._num_events < _MAX_EVENTS:
-            self.chosen -= changed
+            # a save of a part of the state has not all of them
+            self.chosen = frozenset(self._fingerprints.keys() - self._changed)
+            self._changed, self._num_events, self._next_event = set(), 0, 0
+        elif self.chosen & self._changed and self._num_saves >= self._next_event:
+            self.chosen -= self._changed
             self._num_events += 1
+            self._next_event = self._num_saves + (1 << self._num_events)
 
 
 class StayingShards:

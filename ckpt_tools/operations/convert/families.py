@@ -54,33 +54,34 @@ def family_of(config: Mapping[str, Any]) -> Family | None:
 
 
 def share_explained(names: Iterable[str], key_map: str) -> float:
-    """Returns the share of names that a built-in map has rules for, as a source has them."""
-    keys, found = read_map(key_map), list(names)
-    return sum(map(keys.explains, found)) / max(1, len(found))
+    """Returns the share of names that a built-in map changes, as a source has them."""
+    return read_map(key_map).share_of(list(names))
 
 
 def naming_of(names: Sequence[str]) -> str:
-    """Returns whose names a model has, for people; "" if no built-in map tells.
+    """Returns whose names a model has, for people; "" if no built-in map is for all of them.
+
+    Several models have the same names, so it tells only what they are like.
 
     Args:
         names: of its parameters and buffers. Some of them are looked at.
     """
-    some = names[:: max(1, len(names) // _LOOKED_AT)]
+    some = names[:: -(-len(names) // _LOOKED_AT) or 1]
     without = [name.removeprefix(_KEY) for name in some if name.startswith(_KEY)]
     for mine in (some, without if len(without) == len(some) else []):
         for is_hub in (False, True):
-            shares = {
-                one: share_explained(mine, one.from_hub if is_hub else one.to_hub)
+            found = [
+                one
                 for one in FAMILIES
-            }
-            if (best := max(shares.values())) > _MOST:
-                found = [one for one, share in shares.items() if share == best]
+                if share_explained(mine, one.from_hub if is_hub else one.to_hub) == 1
+            ]
+            if found:
                 titles = " or ".join(one.title for one in found)
                 return (
-                    f"the Hub's ({titles})"
+                    f"like those of {titles} on the Hub"
                     if is_hub
-                    else f"those of {found[0].writers} ({titles}); convert --to hf --base DIR"
-                    " writes the Hub's"
+                    else f"like {found[0].writers} has those of {titles}; if it is that, convert"
+                    " --to hf --base DIR writes those of the Hub"
                 )
     return ""
 

@@ -44,13 +44,20 @@ class KeyMap:
             return f"the key map {self.path}"
         return f"the key map {os.path.basename(self.path)} (CRC-64 {hex64(self.crc64)})"
 
-    def explains(self, name: str) -> bool:
-        """Tells whether a rule is for a name, as a source has it."""
+    def share_of(self, names: Sequence[str]) -> float:
+        """Returns the share of names that a rule changes, as a source has them.
+
+        Names that the map keeps or leaves out tell nothing, and do not count.
+        """
         rules = (*self.unstack, *self.split, *self.rope, *self.transpose, *self.fuse, *self.stack)
-        whole = (*self.drop, *self.keep, *(rule["match"] for rule in rules))
-        return any(pattern.fullmatch(name) for pattern in whole) or any(
-            pattern.search(name) for pattern, *_ in self.rename
+        silent, whole = (*self.drop, *self.keep), [rule["match"] for rule in rules]
+        told = [n for n in names if not any(pattern.fullmatch(n) for pattern in silent)]
+        changed = sum(
+            any(pattern.search(n) for pattern, *_ in self.rename)
+            or any(pattern.fullmatch(n) for pattern in whole)
+            for n in told
         )
+        return changed / max(1, len(told))
 
     def number(self, value: object) -> int:
         """Returns a count, which a rule gives as a number or as the name of a setting.
