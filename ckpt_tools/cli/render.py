@@ -529,7 +529,7 @@ def _show_stored(steps: Sequence[Step]) -> None:
     total, stored = sum(step.nbytes for step in steps), stored_nbytes(steps)
     if stored < total:
         text = f"{format_size(stored)} on the disk for {format_size(total)}"
-        print(f"{text}: steps share the files of frozen parameters")
+        print(f"{text}: steps share files of what stayed the same")
 
 
 def show_pruned(result: Pruned, leftovers: Sequence[Leftover], is_dry_run: bool) -> None:

@@ -78,6 +78,7 @@ class Report:
 
 _SHOWN = 12
 _TIED = 3  # names that are shown
+_MODEL_KEY = "model"  # above the names of a model in the steps of many jobs
 
 
 @checked()
@@ -125,7 +126,8 @@ def inspect(
             first = _KEY_FIRST.search(fqn)
             _add(states, first[1] if first else key, 1, 0, nbytes)
         else:
-            of_model.append(fqn)
+            has_key = bool(catalog.paths) and path[0] == _MODEL_KEY
+            of_model.append(fqn.removeprefix(f"{_MODEL_KEY}.") if has_key else fqn)
     for fqn, item in catalog.objects.items():
         _add(by_key, key_path(catalog, fqn)[0], 0, 1, item.extent.nbytes)
     nbytes = sum(total.nbytes for total in by_dtype.values())

@@ -146,6 +146,9 @@ def test_names_stay_where_nobody_asks_for_others(
     llamas: tuple[State, Path, Path], tmp_path: Path
 ) -> None:
     weights, folder, meta = llamas
+    result = ckpt_tools.convert(meta, tmp_path / "plain", to="hf")  # which model it is, is unknown
+    assert same(tmp_path / "plain", as_meta(weights))
+    assert any("the names are like torchtitan or Meta" in note for note in result.notes)
     ckpt_tools.convert(meta, tmp_path / "a.safetensors", to="safetensors")
     assert same(tmp_path / "a.safetensors", as_meta(weights))
     ckpt_tools.convert(
@@ -193,13 +196,65 @@ def test_what_does_not_fit_is_refused_with_the_candidates(
     ckpt_tools.convert(
         tmp_path / "head.safetensors", tmp_path / "head", to="hf", base=folder, partial=True
     )
-    # other numbers of heads than those of the weights
-    wrong = config(
-        tmp_path / "wrong", model_type="llama", num_attention_heads=3, num_key_value_heads=3
-    )
-    with pytest.raises(PlanError, match=r"heads|rows|divide"):
-        ckpt_tools.convert(meta, out, to="hf", base=wrong)
     assert not out.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_key_value_heads", 1),
+        ("num_attention_heads", 8),
+        ("intermediate_size", 40),
+        ("num_hidden_layers", 1),
+        ("num_hidden_layers", 3),
+    ],
+)
+def test_a_config_of_another_size_is_refused(
+    key: str, value: int, llamas: tuple[State, Path, Path], tmp_path: Path
+) -> None:
+    """Other heads would reorder other rows, and no shape of a file tells."""
+    weights, folder, meta = llamas
+    save_file(weights, tmp_path / "hub.safetensors")
+    told = json.loads((folder / "config.json").read_text())
+    if key == "num_attention_heads":
+        told.pop("head_dim", None)
+    wrong = config(tmp_path / "wrong", **told | {key: value})
+    for source in (meta, tmp_path / "hub.safetensors"):
+        for how in ({"to": "hf"}, {"to": "dcp", "names": "torchtitan"}):
+            if value == 3 and "names" in how:  # a part of the model, which is noted
+                result = ckpt_tools.convert(
+                    source, tmp_path / "part", base=wrong, dry_run=True, **how
+                )
+                assert any("names that the result lacks" in note for note in result.notes)
+                continue
+            with pytest.raises(PlanError):
+                ckpt_tools.convert(source, tmp_path / "out", base=wrong, **how)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_job_s_tied_model_as_torchtitan_has_it(tmp_path: Path) -> None:
+    """No key above the model, no second name of the embedding, and a flat optimizer."""
+    model = llama(tied=True)
+    folder = base(model, tmp_path / "base")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(8)[None]).logits.sum().backward()
+    optimizer.step()
+    ckpt_tools.save(tmp_path / "step-1", {"model": model, "optimizer": optimizer})
+    there = tmp_path / "titan"
+    result = ckpt_tools.convert(
+        tmp_path / "step-1", there, to="dcp", base=folder, names="torchtitan"
+    )
+    assert any("is tied to" in note for note in result.notes)
+    names = set(ckpt_tools.inspect(there).catalog.tensors)
+    weights = {n for n in names if not n.startswith("optimizer.")}
+    assert "tok_embeddings.weight" in weights and "lm_head.weight" not in weights
+    assert not any(name.startswith("model.") for name in weights)
+    assert "optimizer.state.tok_embeddings.weight.exp_avg" in names
+    ckpt_tools.convert(there, tmp_path / "hf", to="hf", base=folder, check=True)
+    want = {n: v for n, v in model.state_dict().items() if n != "lm_head.weight"}
+    assert same(tmp_path / "hf", want)
 
 
 def test_the_manifest_tells_what_has_changed_the_names(tmp_path: Path) -> None:

@@ -27,16 +27,18 @@ from ckpt_tools.formats.registry import (
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.families import (
     FAMILIES,
+    HUB_ENDING,
     TORCHTITAN,
     family_of,
     foreign_names,
-    share_explained,
+    naming_of,
 )
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.convert.huggingface import (
     check_loads,
     head_counts,
     read_config,
+    untie,
 )
 from ckpt_tools.operations.convert.key_map import apply_map, check_settings
 from ckpt_tools.operations.convert.layouts import TargetLayout
@@ -311,6 +313,9 @@ def _found_map(parts: TrainingState, to: str, how: Conversion) -> str | None:
     It is looked for if these are wanted, and the config says which model it is.
     """
     base, wanted = how.get("base"), how.get("names")
+    naming = naming_of(list(parts.model)) if base is None and to == "hf" else ""
+    if naming and not naming.endswith(HUB_ENDING):
+        parts.notes.append(f"the names are {naming}")
     if base is None or (wanted is None and to != "hf") or not parts.model or how.get("rename"):
         return None
     try:
@@ -345,6 +350,8 @@ def _named_by_torchtitan(parts: TrainingState, how: Conversion, source: Source) 
             hint=f"known are {known}; --map FILE takes a map of your own",
         )
     parts.notes.append(f"converted to torchtitan's names with the map {family.from_hub}")
+    there = untie(source, Catalog("model", parts.model), config, parts.notes).tensors
+    parts = replace(parts, model=dict(there), prefix=())  # torchtitan has no key above the model
     keys = read_map(family.from_hub, _numbers(base, {}))
     refuse_unnamed(parts, "a key map changes parameters and their state")
     parts.renamed_by.append(keys.title)
@@ -362,22 +369,16 @@ def _named_by_transformers(
     if base is None or (wanted is None and to != "hf") or not parts.model:
         return parts
     if wanted == TORCHTITAN:  # its map is from the Hub's names
-        family = family_of(read_config(base))
-        if family is None or share_explained(parts.model, family.from_hub) == 1:
-            return parts
-        wanted, to = None, "hf"
+        wanted = HUB
+        if family_of(read_config(base)) is None:
+            return parts  # refused later
     is_computed = any(entry.is_computed for entry in parts.model.values())
     if wanted is None and parts.model.keys() <= shapes_in(base, is_computed).keys():
         return parts  # the directory has files with these names
     try:
         names, reason = ask_transformers(base, read_config(base))
-        if names is None and wanted is not None:
-            raise PlanError(
-                f"--names {wanted}: transformers cannot say what the names of the config's model"
-                f" are: {printable(reason)} ({printable(str(base))})"
-            )
         if names is None:
-            return parts  # a note comes with the comparison of names
+            return _unknown_to_transformers(parts, how, reason)
         is_partial = wanted is None or bool(how.get("partial"))
         parts = rename_as(parts, names, wanted or HUB, source, str(base), is_partial)
     except PlanError as error:
@@ -388,6 +389,24 @@ def _named_by_transformers(
     if wanted != MEMORY:
         parts.saved_by_transformers = names.files
     return parts
+
+
+def _unknown_to_transformers(parts: TrainingState, how: Conversion, reason: str) -> TrainingState:
+    """Returns a training state with its own names, since transformers knows no others.
+
+    Raises:
+        PlanError: its names are wanted.
+    """
+    wanted = how.get("names")
+    if wanted == TORCHTITAN:
+        why = printable(reason)
+        parts.notes.append(f"the names were not compared with the config's model: {why}")
+    elif wanted is not None:
+        raise PlanError(
+            f"--names {wanted}: transformers cannot say what the names of the config's model"
+            f" are: {printable(reason)} ({printable(str(how.get('base')))})"
+        )
+    return parts  # else a note comes with the comparison of names
 
 
 def _numbers(base: Path_ | None, settings: Mapping[str, int]) -> dict[str, int]:

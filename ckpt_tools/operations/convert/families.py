@@ -11,7 +11,7 @@ from ckpt_tools.operations.convert.map_file import read_map
 TORCHTITAN = "torchtitan"
 _MOST, _SHOWN = 0.5, 3
 _LOOKED_AT = 200  # names, evenly from all
-_KEY = "model."  # above the names of a model in the steps of many jobs
+HUB_ENDING = "on the Hub"  # of what people are told of its names
 
 
 class Family(NamedTuple):
@@ -67,22 +67,20 @@ def naming_of(names: Sequence[str]) -> str:
         names: of its parameters and buffers. Some of them are looked at.
     """
     some = names[:: -(-len(names) // _LOOKED_AT) or 1]
-    without = [name.removeprefix(_KEY) for name in some if name.startswith(_KEY)]
-    for mine in (some, without if len(without) == len(some) else []):
-        for is_hub in (False, True):
-            found = [
-                one
-                for one in FAMILIES
-                if share_explained(mine, one.from_hub if is_hub else one.to_hub) == 1
-            ]
-            if found:
-                titles = " or ".join(one.title for one in found)
-                return (
-                    f"like those of {titles} on the Hub"
-                    if is_hub
-                    else f"like {found[0].writers} has those of {titles}; if it is that, convert"
-                    " --to hf --base DIR writes those of the Hub"
-                )
+    for is_hub in (False, True):
+        found = [
+            one
+            for one in FAMILIES
+            if share_explained(some, one.from_hub if is_hub else one.to_hub) == 1
+        ]
+        if found:
+            titles = " or ".join(one.title for one in found)
+            return (
+                f"like those of {titles} {HUB_ENDING}"
+                if is_hub
+                else f"like {found[0].writers} has those of {titles}; if it is that, convert"
+                " --to hf --base DIR writes those of the Hub"
+            )
     return ""
 
 

@@ -30,7 +30,13 @@ types = {name: getattr(torch, kind) for name, kind in asked["dtypes"].items()}
 values = {n: torch.empty(s, dtype=types[n], device="meta") for n, s in asked["shapes"].items()}
 options = {"trust_remote_code": False} if kind.__name__.startswith("Auto") else {}
 _, info = kind.from_pretrained(
-    None, config=config, state_dict=values, output_loading_info=True, device_map="meta", **options
+    None,
+    config=config,
+    state_dict=values,
+    output_loading_info=True,
+    device_map="meta",
+    ignore_mismatched_sizes=True,  # they are told, and refused
+    **options,
 )
 told = {key: sorted(map(str, value)) for key, value in info.items()}
 try:  # from release 5: how the names of files become those in memory
