@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.operations.convert.families import foreign_names
 from ckpt_tools.operations.convert.huggingface import read_config
 from ckpt_tools.operations.convert.model_names import shapes_in
 from ckpt_tools.operations.convert.transformers_names import HUB, MEMORY, ask_transformers
@@ -55,6 +56,7 @@ class Presence:
         missing: names of the model that the checkpoint lacks.
         unexpected: names of the checkpoint that the model does not have.
         other_shapes: the checkpoint's shape and the model's, by name.
+        remark: whose names the checkpoint has, if it is another framework; "" if none is known.
     """
 
     base: str
@@ -65,6 +67,7 @@ class Presence:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     other_shapes: Mapping[str, tuple[Shape, Shape]]
+    remark: str = ""
 
     @property
     def is_complete(self) -> bool:
@@ -74,6 +77,8 @@ class Presence:
 
     def lines(self) -> Iterator[str]:
         """Yields the differences, for people. Numbers in names are joined."""
+        if self.remark:
+            yield self.remark
         if self.prefix:
             how = "with" if self.prefix[0] == "+" else "without"
             yield f"names are compared {how} the prefix {printable(self.prefix[1:])!r}"
@@ -151,6 +156,7 @@ def find_presence(catalog: Catalog, base: str | os.PathLike[str]) -> Presence:
         elif entry.quantized.codes == entry.stored_name:
             shapes[_of_codes(name)] = None  # codes may be packed
     expected = _expected(base)
+    remark = _remark(list(shapes), base)
     naming, prefix = _best_fit(shapes, expected)
     shapes = {_with_prefix(name, prefix): shape for name, shape in shapes.items()}
     wanted = expected.namings[naming]
@@ -180,6 +186,20 @@ def find_presence(catalog: Catalog, base: str | os.PathLike[str]) -> Presence:
             for name, shape in shapes.items()
             if shape is not None and name in wanted and shape != wanted[name]
         },
+        remark,
+    )
+
+
+def _remark(names: list[str], base: str | os.PathLike[str]) -> str:
+    try:
+        family = foreign_names(names, read_config(base))
+    except PlanError as error:  # of another model
+        return str(error)
+    if family is None:
+        return ""
+    return (
+        f"the names are those of {family.writers} for {family.title}: ckpt convert --to hf"
+        " --base DIR gives them the Hub's, and compares"
     )
 
 

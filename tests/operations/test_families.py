@@ -142,6 +142,18 @@ def test_inspect_tells_whose_names_they_are(
 
 
 @pytest.mark.slow
+def test_a_comparison_with_the_config_tells_whose_names_they_are(
+    llamas: tuple[State, Path, Path],
+) -> None:
+    _, folder, meta = llamas
+    done = run_command("inspect", str(meta), "--base", str(folder))
+    assert (
+        done.returncode == 1
+        and "the names are those of torchtitan or Meta for Llama" in done.stdout
+    )
+
+
+@pytest.mark.slow
 def test_names_stay_where_nobody_asks_for_others(
     llamas: tuple[State, Path, Path], tmp_path: Path
 ) -> None:
