@@ -159,9 +159,10 @@ def find_chain(
         if number == 0:
             below = _open_base(base or _said_base(said, store), elsewhere)
             found = None if is_reached is None else is_reached(number, below)
-            if found is not None:
-                below.close()
-            return Chain(found or below, layers)
+            if found is None:
+                return Chain(below, layers)
+            below.close()
+            return Chain(found, layers)
         below = sibling(version_name(number))
         if not _holds_files(below):
             raise StorageError(
