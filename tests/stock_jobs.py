@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import ckpt_tools
 from tests.conftest import ALL_CASES
 
 RESHARDED = [c for c in ALL_CASES.split() if c not in ("differ", "local")]
@@ -28,6 +30,17 @@ def stock_load(path: Path, tmp_path: Path) -> Any:
         warnings.simplefilter("ignore")
         dcp_to_torch_save(path, tmp_path / "stock.pt")
     return torch.load(tmp_path / "stock.pt", weights_only=False)
+
+
+def check_steps(root: Path, wanted: Mapping[int, Mapping[str, torch.Tensor]], tmp: Path) -> None:
+    """Compares the model of each step that is there with that of its save; stock torch reads it."""
+    for step, want in wanted.items():
+        path = root / f"step-{step:08d}"
+        if path.exists():
+            assert ckpt_tools.verify(path).problems == []
+            got = stock_load(path, tmp)["model"]
+            assert got.keys() == want.keys()
+            assert all(torch.equal(got[name], want[name]) for name in want), step
 
 
 def assert_same(got: Any, want: Any, path: str = "") -> None:

@@ -5,6 +5,7 @@ syntax tree.
 from __future__ import annotations
 
 import ast
+import fnmatch
 import functools
 import importlib
 import importlib.util
@@ -124,6 +125,16 @@ def test_no_test_file_imports_another() -> None:
         assert not [name for name in imports(path) if re.match(r"tests\.([\w.]+\.)?test_", name)], (
             path
         )
+
+
+def test_pytest_looks_into_every_folder(pytestconfig: pytest.Config) -> None:
+    """Its own list of folders to leave out has `dist`, which is one of ours."""
+    here = Path(__file__).parent
+    left_out = pytestconfig.getini("norecursedirs")
+    folders = {path.parent.relative_to(here) for path in here.rglob("test_*.py")}
+    parts = {part for folder in folders for part in folder.parts}
+    assert "dist" in parts
+    assert [p for p in parts if any(fnmatch.fnmatch(p, pattern) for pattern in left_out)] == []
 
 
 def test_no_cycles() -> None:

@@ -378,7 +378,12 @@ class CheckpointManager:
     ) -> PendingSave:
         """Returns what this rank writes, copied to host memory."""
         collected = self._collector.collect(request, laps)
-        unchanged = self._writer.unchanged(collected)
+        unchanged = self._writer.known_files.frozen(
+            collected.layout,
+            collected.tensors,
+            collected.frozen_checksums,
+            collected.extras.statistics,
+        )
         plans = collected.layout.staged_plans(unchanged is None)
         tensors = [collected.tensors[n] for plan in plans for n in plan.numbers]
         measured = measure_on_device(tensors) if collected.extras.statistics else None

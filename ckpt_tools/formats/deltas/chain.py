@@ -131,8 +131,8 @@ def find_chain(
         sibling: returns the store of the folder of that name beside it.
         elsewhere: opens a path or URL.
         base: path or URL of version 0; "" for the one that the publisher noted.
-        is_reached: takes the number and store of a version; returns the store of that version as
-            a complete one, if there is one elsewhere.
+        is_reached: takes the number and store of a version, 0 included; returns the store of that
+            version as a complete one, if there is one elsewhere.
 
     Raises:
         StorageError: a version is missing.
@@ -169,8 +169,8 @@ def find_chain(
                 f"version {number} is missing, and version {number + 1} is a change of it"
                 f" ({printable(store.url)})",
                 hint=(
-                    "restore it, or pull a version from the next complete one on; a publisher goes"
-                    " on with a complete one: ckpt publish --full, or full=True"
+                    "restore it, or pull a version from the next complete one on; a publisher"
+                    " begins anew with ckpt publish --full, or full=True"
                 ),
                 is_missing=True,
             )

@@ -12,21 +12,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.core.laps import format_laps
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.formats.base import new_attempt
-from ckpt_tools.loop.saving.collect import Collected
+from ckpt_tools.loop.saving.file_contents import KnownFiles
 from ckpt_tools.loop.saving.hooks import Hooks
 from ckpt_tools.loop.saving.huggingface_copies import HuggingFaceWriter
-from ckpt_tools.loop.saving.known_files import IMPOSSIBLE, KnownFile, LinkSource, Unchanged
+from ckpt_tools.loop.saving.known_files import Unchanged
 from ckpt_tools.loop.saving.limits import WriteLimits
 from ckpt_tools.loop.saving.save import Save, SaveLayout, SaveReport, write
 from ckpt_tools.loop.saving.staying import SettledTensors
-from ckpt_tools.loop.saving.write import RankFile
 from ckpt_tools.loop.state.archives import ReadBack
-from ckpt_tools.loop.state.shard_info import FileKind
 from ckpt_tools.loop.state.staging import StagedTensors
 from ckpt_tools.loop.steps import rollback
 from ckpt_tools.loop.steps.history import RunHistory
@@ -78,6 +75,7 @@ class BackgroundWriter:
         protected: numbers of steps that retention does not remove.
         on_failure: called when a save has failed, in the thread that writes.
         settled: the tensors that have not changed for some saves; None to look for none.
+        known_files: that the next save may link.
     """
 
     lock: RootLock | None = None
@@ -85,7 +83,6 @@ class BackgroundWriter:
     huggingface: HuggingFaceWriter | None = None
     last_save: SaveReport | None = None
     settled: SettledTensors | None = None
-    _links_files = True  # as far as is known
     _failures = 0
     _logged_failure: CheckpointError | None = None  # of the newest save; nothing has raised it
     _before: tuple[SaveLayout | None, Path | str] = (None, "")
@@ -119,7 +116,7 @@ class BackgroundWriter:
         self.history, self.root = history, history.root
         self.jobs, self.retry_s, self.max_failures, self.rules = jobs, retry_s, max_failures, rules
         self._hooks, self._format, self.protected = hooks, step_format, set[int]()
-        self._known: dict[FileKind, KnownFile] = {}  # of the last save that had such a file
+        self.known_files = KnownFiles()
         self._read_back, self._logged = ReadBack(), set[str]()  # warnings on the store, logged once
         self._is_waited_for = threading.Event()
         self.on_failure: Callable[[], None] = _nothing
@@ -275,7 +272,14 @@ class BackgroundWriter:
         with group.phase(f"begin {what}"):
             self._read_back.check(save.objects)
             memory = pending.staged.wait()
-            checksums, contents = self._contents(pending, memory, limits.jobs)
+            contents = self.known_files.contents(
+                save.layout,
+                memory,
+                pending.unchanged,
+                pending.frozen_checksums,
+                save.extras.statistics,
+                limits.jobs,
+            )
             if group.rank == 0:
                 is_there = self._make_ready(pending, target, attempts)
                 if self.settled is not None and self.settled.chosen != self.settled.names:
@@ -296,15 +300,18 @@ class BackgroundWriter:
         )
         progress = limits.throttle(self._is_waited_for)
         report, parts, manifest = write(
-            group, target, save, contents, attempts[-1], limits.jobs, self._check_lock, progress
+            group,
+            target,
+            save,
+            [content.given for content in contents],
+            attempts[-1],
+            limits.jobs,
+            self._check_lock,
+            progress,
         )
         if self.settled is not None and manifest is not None:
             self.settled.note({n: tensor.fingerprint for n, tensor in manifest.tensors.items()})
-        for plan, given, part in zip(save.layout.files, contents, parts, strict=True):
-            if plan.kind != FileKind.CHANGING:
-                source = LinkSource(what, target, attempts[-1], part.identity)
-                mine = checksums.get(plan.kind, ())
-                self._remember(save.layout, plan.kind, mine, given, part, source)
+        self.known_files.remember(save.layout, contents, parts, what, target, attempts[-1])
         return report
 
     def _make_ready(
@@ -326,76 +333,6 @@ class BackgroundWriter:
         if target.url in self.history.passed and not pending.save.overwrite:
             self._make_room(target, pending.name, attempts[-1])
         return is_there
-
-    def _contents(
-        self, pending: PendingSave, memory: Sequence[memoryview], jobs: int
-    ) -> tuple[dict[FileKind, tuple[int, ...]], list[Sequence[memoryview] | Unchanged]]:
-        """Returns what goes into each file of this rank.
-
-        Returns:
-            The checksums of the shards of each file that is compared with that of the step before;
-            and for each file, the bytes of its shards, or where they are already.
-        """
-        layout, found = pending.save.layout, dict[FileKind, Sequence[memoryview] | Unchanged]()
-        for plan in layout.staged_plans(pending.unchanged is None):
-            found[plan.kind], memory = memory[: len(plan.numbers)], memory[len(plan.numbers) :]
-        if pending.unchanged is not None:
-            found[FileKind.FROZEN] = pending.unchanged
-        checksums = {FileKind.FROZEN: pending.frozen_checksums}
-        copies = found.get(FileKind.SETTLED)
-        if self._links_files and copies is not None and not isinstance(copies, Unchanged):
-            with ThreadPoolExecutor(jobs, "ckpt-prove") as pool:
-                mine = checksums[FileKind.SETTLED] = tuple(pool.map(crc64nvme, copies))
-            known = self._known_file(FileKind.SETTLED, layout, mine, pending.save.extras.statistics)
-            if known is not None:
-                found[FileKind.SETTLED] = Unchanged(known, copies=copies)
-        return checksums, [found[plan.kind] for plan in layout.files]
-
-    def _known_file(
-        self, kind: FileKind, layout: SaveLayout, checksums: tuple[int, ...], measures: bool
-    ) -> KnownFile | None:
-        """Returns the file of the step before, if it has the same shards and values."""
-        known = self._known.get(kind)
-        if (
-            known is None
-            or not checksums
-            or not self._links_files
-            or known.checksums != checksums
-            or known.shards != layout.shards_in(kind)
-            or (measures and not known.part.moments)
-        ):
-            return None
-        return known
-
-    def _remember(
-        self,
-        layout: SaveLayout,
-        kind: FileKind,
-        checksums: tuple[int, ...],
-        given: Sequence[memoryview] | Unchanged,
-        part: RankFile,
-        source: LinkSource,
-    ) -> None:
-        """Notes a file that the next save may link."""
-        if not checksums:
-            self._known.pop(kind, None)
-            return
-        self._links_files = self._links_files and part.how != IMPOSSIBLE
-        if isinstance(given, Unchanged) and part.linked:
-            known = given.known
-        else:
-            written = part._replace(how="", remark="")
-            known = KnownFile(layout.shards_in(kind), checksums, (), written)
-        self._known[kind] = known.and_in(source)
-
-    def unchanged(self, collected: Collected) -> Unchanged | None:
-        """Returns the frozen shards of a save, if the step before has them; else None."""
-        layout, measures = collected.layout, collected.extras.statistics
-        known = self._known_file(FileKind.FROZEN, layout, collected.frozen_checksums, measures)
-        if known is None:
-            return None
-        numbers = layout.numbers_in(FileKind.FROZEN)
-        return Unchanged(known, [collected.tensors[n] for n in numbers])
 
     def _make_room(self, target: Destination, name: str, attempt: str) -> None:
         """Sets a damaged step aside if it holds files that must not be removed with it."""
