@@ -97,7 +97,7 @@ class PullResult:
 
 
 class _Pulled(NamedTuple):
-    """What the note of the last pull says: the version, what tells it apart, and the files.
+    """The note of the last pull: the version, its identity, and the files.
 
     A file has its bytes, and its CRC-64 if it is short and has no weights.
     """

@@ -27,7 +27,7 @@ from ckpt_tools.version import __version__
 VERSION = 2  # version 1 has no checksum of its own and is not read
 CHECKSUM = "crc64nvme"
 NUM_LOST = "num_lost"  # in `source`: entries that `ckpt salvage` could not rescue
-RENAMED_BY = "renamed_by"  # in `source`: what has changed the names, in order
+RENAMED_BY = "renamed_by"  # in `source`: the maps and rules that changed the names, in order
 ROOM_BYTES = 1 << 20  # what a result needs on a disk beside its data
 
 
