@@ -185,12 +185,15 @@ def main(may_share: bool = False) -> None:
     signal.signal(signal.SIGTERM, terminated)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup ignores it
         signal.signal(signal.SIGINT, interrupted)
+    code: Any = 0
     try:
         _run(may_share)
     except SystemExit as end:
-        if ending.has_begun():
-            leave(end.code)
-        raise
+        if not ending.has_begun():
+            raise
+        code = end.code
+    if ending.has_begun():  # the exception is gone: it would keep the frames that `leave` closes
+        leave(code)
 
 
 def _run(may_share: bool) -> None:

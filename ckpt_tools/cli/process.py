@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -117,7 +118,13 @@ def fail(message: str, hint: str | None, code: int, kind: str = "") -> NoReturn:
 
 
 def leave(code: Any) -> NoReturn:
-    """Ends the process after a signal, without its threads, which may wait for a store."""
+    """Ends the process after a signal, without its threads, which may wait for a store.
+
+    A signal can come while a `with` statement is entered: after the context manager has made
+    something, and before Python knows that it has to leave it. Only its frame knows then.
+    Collecting that frame lets it clean up.
+    """
+    gc.collect()
     if ending.is_cut and code == 128 + signal.SIGTERM:  # the message came before the cleaning
         with suppress(OSError, ValueError):
             print(f"hint: {CUT}", file=sys.stderr)

@@ -212,9 +212,9 @@ class Journal:
 
     def close(self) -> None:
         """Takes nothing any more; the file stays."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1  # first, because a signal may follow the close at once
+        if fd >= 0:
+            os.close(fd)
 
 
 def remove_journals(folder: Path) -> None:

@@ -423,6 +423,6 @@ class _LocalWriter:
             raise failed("make durable", self.path, error) from error
 
     def abort(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1  # first, because a signal may follow the close at once
+        if fd >= 0:
+            os.close(fd)
