@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ckpt_tools.transfer.result import TransferResult
 
 _MAX_ROWS = 40
+_MAX_ERRORS = 5
 
 
 _FINITE = {True: "yes", False: "no", None: "-"}
@@ -366,8 +367,26 @@ def show_transfer(result: TransferResult, src: str = "") -> None:
         print(f"  overflow: {count(number, 'finite value')} became infinite in {printable(fqn)}")
     for note in result.notes:
         print(f"  note: {note}")
+    _show_quantization_errors(result.quantization_errors)
     if result.is_dry_run:
         _show_plan(result)
+
+
+def _show_quantization_errors(errors: Mapping[str, float]) -> None:
+    """Prints the relative error of the weights that lost most."""
+    if not errors:
+        return
+    most = sorted(errors.items(), key=lambda item: (-item[1], item[0]))[:_MAX_ERRORS]
+    from statistics import median  # it imports much
+
+    print()
+    table(
+        ("largest errors of codes", "of the norm"),
+        [(printable(fqn), f"{error:.2%}") for fqn, error in most],
+        right=(1,),
+    )
+    if more := len(errors) - len(most):
+        print(f"{more:,} more are smaller; median {median(errors.values()):.2%}")
 
 
 def _show_plan(result: TransferResult) -> None:

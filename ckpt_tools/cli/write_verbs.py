@@ -310,6 +310,18 @@ def convert(
             rich_help_panel="More",
         ),
     ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            "--quantize",
+            metavar="METHOD",
+            help=(
+                "For hf: write the weights of linear layers as codes and scales: fp8-block,"
+                " fp8-channel, int8-channel or mxfp4; needs --base."
+            ),
+            show_default=False,
+        ),
+    ] = None,
     mesh: Annotated[
         str | None,
         typer.Option(
@@ -363,6 +375,7 @@ def convert(
             keep_prefix=keep_prefix,
             base=base,
             names=names,
+            quantize=quantize,
             mesh=mesh,
             max_shard_bytes=max_shard_size,
             check=check,

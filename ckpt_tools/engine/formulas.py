@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Elements `start <= i < stop` of a weight, row-major, with the boxes that they need."""
+    """Results `start <= i < stop`, row-major, with the boxes that they need."""
 
     start: int
     stop: int
@@ -57,14 +57,16 @@ Found = Mapping[str, npt.NDArray[Any]]  # by role: bytes `[..., itemsize]`, or v
 
 
 class Formula(ABC):
-    """The numbers of one quantized weight.
+    """A tensor that is computed, such as the numbers of one quantized weight.
 
     Attributes:
-        shape: of the numbers.
-        parts: the stored tensors, by role.
+        shape: of the results.
+        item: their type.
+        parts: the tensors that it is computed from, by role.
     """
 
     shape: tuple[int, ...]
+    item: ClassVar[np.dtype[Any]] = np.dtype(np.float32)
     parts: Mapping[str, Part]
 
     @abstractmethod
@@ -72,8 +74,8 @@ class Formula(ABC):
         """Returns the unit that has an element, by its number in row-major order."""
 
     @abstractmethod
-    def fill(self, found: Found, start: int, into: Singles) -> None:
-        """Computes numbers.
+    def fill(self, found: Found, start: int, into: npt.NDArray[Any]) -> None:
+        """Computes results.
 
         Args:
             found: the contents of the boxes of one unit.

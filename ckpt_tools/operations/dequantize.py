@@ -17,12 +17,9 @@ from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.naming import model_only, strip_wrappers
 from ckpt_tools.core.plan import plan_values
 from ckpt_tools.core.quantized import described, weights_in
+from ckpt_tools.engine.computed import ComputedStore, PartsReading, numbers_file
 from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
-from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.formulas import Formula
-from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
-from ckpt_tools.engine.sinks import HashSink
-from ckpt_tools.engine.unpacked import PartsReading, UnpackedStore, numbers_file
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.operations.formulas_of import FormulaFinder
@@ -30,7 +27,8 @@ from ckpt_tools.operations.quantization_config import told_by_config
 from ckpt_tools.operations.small_tensors import read_small
 from ckpt_tools.publish.sealed_source import checked_manifest
 from ckpt_tools.ranks.base import Group
-from ckpt_tools.transfer.prove import prove_fingerprints, prove_replicas, sealed_fingerprints
+from ckpt_tools.transfer.computed import prove_parts
+from ckpt_tools.transfer.prove import prove_replicas
 
 _SINGLE = BY_NAME["float32"]
 # those of activations and of the cache, which numbers do not need
@@ -90,7 +88,7 @@ class Dequantized:
             IntegrityError: they are not what was written.
         """
         store = self.stored.store
-        if not isinstance(store, UnpackedStore):
+        if not isinstance(store, ComputedStore):
             return
         files = {c.extent.file for t in catalog.tensors.values() if t.is_computed for c in t.chunks}
         names = {
@@ -99,31 +97,7 @@ class Dequantized:
             if numbers_file(name) in files
             for part in parts
         }
-        if not names:
-            return
-        with group.phase("prove quantized weights"):
-            reading = store.opened()
-            reading.watch.prove({})
-            alone = reading.fingerprints.join().keys()
-        read = set().union(*group.all_gather(set(alone), "prove quantized weights"))
-        reading.fingerprints.share(group)
-        joined = reading.fingerprints.join()
-        rest = [n for n in sorted(names) if n not in joined or n not in read]
-        with group.phase("prove quantized weights"):
-            tensors = [self.stored.catalog.tensors[n] for n in rest[group.rank :: group.size]]
-            plan = plan_values(tensors)
-            located = self.stored.format.locate(store, tensors)
-            sink, watch = HashSink(), CrcWatch(read_whole(plan, located), store)
-            tiles = tile_bytes(DEFAULT_MEMORY_BYTES, 1)
-            execute_batches(schedule(plan, located, *tiles), store, sink, 1, crc_watch=watch)
-            watch.prove({})
-            sealed = sealed_fingerprints(
-                checked_manifest(self.stored),
-                self.stored,
-                self.stored.catalog,
-                plan_values(self.stored.catalog.tensors[n] for n in sorted(names)),
-            )
-            prove_fingerprints(self.stored, sealed, {**joined, **sink.fingerprints.join()})
+        prove_parts(store, self.stored, self.stored.catalog, names, group)
 
 
 def dequantize(
@@ -196,7 +170,7 @@ def dequantize(
         return PartsReading(plan_values(entries), located, watch)
 
     by_file = {numbers_file(name): formula for name, formula in formulas.items()}
-    store = UnpackedStore(source.store, by_file, begin)
+    store = ComputedStore(source.store, by_file, begin)
     return Dequantized(
         replace(source, store=store, catalog=shown),
         replace(source, store=store),

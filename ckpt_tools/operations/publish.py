@@ -390,7 +390,7 @@ def _publish_delta(
     job: DeltaJob | None,
 ) -> PublishResult:
     with (ALONE if job is None else job.group).phase(f"plan version {number}"):
-        request, parts = prepare(
+        request, parts, _ = prepare(
             source, to, "hf", conversion, "publish", about={"version": number, "base": number - 1}
         )
         tied = _only_tied(request, old)

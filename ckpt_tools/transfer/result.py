@@ -32,6 +32,7 @@ class TransferResult:
         left_out: entries that were not taken, with their bytes. A name stands for all below it.
         stripped: how many names lost a prefix, by prefix.
         overflowed: finite values that a cast made infinite, by tensor.
+        quantization_errors: of each weight that was quantized, the norm of its errors over its own.
         notes: remarks.
         seconds: wall-clock time.
         is_dry_run: whether nothing was written.
@@ -53,6 +54,7 @@ class TransferResult:
     left_out: Mapping[str, int] = field(default_factory=dict)
     stripped: Mapping[str, int] = field(default_factory=dict)
     overflowed: Mapping[str, int] = field(default_factory=dict)
+    quantization_errors: Mapping[str, float] = field(default_factory=dict)
     notes: Sequence[str] = ()
     seconds: float = 0.0
     is_dry_run: bool = False

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
-from ckpt_tools.engine.unpacked import numbers_file
+from ckpt_tools.engine.computed import numbers_file
 from ckpt_tools.errors import FormatError, IntegrityError, PlanError
 from ckpt_tools.formats.registry import open_source
 from ckpt_tools.operations.dequantize import dequantize

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack, cast
+from typing import Any, NamedTuple, Unpack, cast
 
 from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.core.coverage import check as check_catalog
@@ -61,6 +61,7 @@ from ckpt_tools.operations.merge_reshard import (
     not_taken,
     unknown_values,
 )
+from ckpt_tools.operations.quantize import Quantization
 from ckpt_tools.operations.side_files import left_beside
 from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.publish.manifest import RENAMED_BY
@@ -115,8 +116,12 @@ def convert_source(
     """
     group = how.get("group") or ALONE
     with group.phase("plan the conversion"):
-        request, parts = prepare(source, dst, to, how, operation, changes, about, is_unordered)
+        request, parts, quantization = prepare(
+            source, dst, to, how, operation, changes, about, is_unordered
+        )
     result = transfer(request if prove is None else replace(request, prove=prove))
+    if quantization is not None and not result.is_dry_run:
+        result = replace(result, quantization_errors=quantization.errors(group))
     is_model = how.get("model_only") or TARGETS[to].is_model
     parts.notes.extend(_notes_on(source.catalog, to, bool(is_model)))
     if how.get("check") and not result.is_dry_run and group.rank == 0:
@@ -124,6 +129,20 @@ def convert_source(
             "transformers loads it: no name missing or unexpected, every tensor as it was written"
         )
     return replace(result, notes=(*result.notes, *parts.notes))
+
+
+class Prepared(NamedTuple):
+    """What has to be written for another layout.
+
+    Attributes:
+        request: for the transfer.
+        parts: the training state, with its notes.
+        quantization: how its weights are quantized; None if they are not.
+    """
+
+    request: TransferRequest
+    parts: TrainingState
+    quantization: Quantization | None
 
 
 def prepare(
@@ -135,8 +154,8 @@ def prepare(
     changes: str = "",
     about: Mapping[str, Any] | None = None,
     is_unordered: bool = False,
-) -> tuple[TransferRequest, TrainingState]:
-    """Returns what has to be written for another layout, and the training state with its notes.
+) -> Prepared:
+    """Returns what has to be written for another layout.
 
     Args:
         source: the checkpoint.
@@ -168,28 +187,45 @@ def prepare(
         about[RENAMED_BY] = list(parts.renamed_by)
     layout = TargetLayout(source, parts, how, bool(is_model))
     catalog, form, request = layout.lay_out(to, str(dst))
-    catalog = replace(
-        catalog, memory_files=layout.memory_file.files, file_sizes=source.catalog.file_sizes
-    )
+    quantization = layout.quantization
+    sizes = {**catalog.file_sizes, **source.catalog.file_sizes}
+    catalog = replace(catalog, memory_files=layout.memory_file.files, file_sizes=sizes)
     check_catalog(catalog, shares=True)
     options = cast(
         Options, {key: value for key, value in how.items() if key in Options.__annotations__}
     )
     accept = check_loads if how.get("check") else None
+    read = numbers.stored.with_memory_files(layout.memory_file.files)
+    below = catalog  # what is read of it
+    if quantization is not None:
+        read, below = quantization.over(read), quantization.numbers
     wanted = TransferRequest(
         operation,
-        numbers.stored.with_memory_files(layout.memory_file.files),
+        read,
         catalog,
         open_destination(dst, storage_options, accept),
         form,
         request,
         options,
-        left_out=_dropped(source.catalog, catalog, layout.parts),
+        left_out=_dropped(source.catalog, below, layout.parts),
         changes=changes,
-        prove=partial(numbers.prove, catalog),
+        prove=partial(_prove, numbers, quantization, read, below),
         about=about,
     )
-    return wanted, parts
+    return Prepared(wanted, parts, quantization)
+
+
+def _prove(
+    numbers: Dequantized,
+    quantization: Quantization | None,
+    read: Source,
+    below: Catalog,
+    group: Group,
+) -> None:
+    """Compares with their checksums what computed tensors were made of."""
+    numbers.prove(below, group)
+    if quantization is not None:
+        quantization.prove(read, group)
 
 
 def _taken_apart(

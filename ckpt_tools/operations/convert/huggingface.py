@@ -191,12 +191,7 @@ def base_files(
     floats = [d for d in dtypes if d in ("float32", "float16", "bfloat16", "float64")]
     if floats:
         config["dtype" if "dtype" in config else "torch_dtype"] = max(set(floats), key=floats.count)
-    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    if any("\ud800" <= c <= "\udfff" for c in text):
-        raise PlanError(
-            f"config.json has half of a character that takes two ({printable(str(base))})"
-        )
-    files = {"config.json": text.encode()}
+    files = {"config.json": render_config(config, base)}
     for name in _names_beside(folder, notes):
         is_top = "/" not in name
         is_other = name in _OF_TRAINERS or note_of(name) is not None or name.endswith(_WEIGHTS)
@@ -211,6 +206,24 @@ def base_files(
                 hint="move it away, or put the file itself in its place",
             ) from error
     return config, files
+
+
+def render_config(config: Mapping[str, Any], base: str | os.PathLike[str]) -> bytes:
+    """Returns the text of a `config.json`.
+
+    Args:
+        config: its contents.
+        base: the directory that it comes from, for messages.
+
+    Raises:
+        PlanError: it cannot be written as UTF-8.
+    """
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise PlanError(
+            f"config.json has half of a character that takes two ({printable(str(base))})"
+        )
+    return text.encode()
 
 
 def _without_quantization(config: dict[str, Any]) -> Iterable[str]:

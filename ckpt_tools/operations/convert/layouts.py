@@ -11,6 +11,7 @@ from typing import Any
 
 from ckpt_tools.core.box import whole
 from ckpt_tools.core.catalog import Catalog, TensorEntry
+from ckpt_tools.core.coverage import check as check_catalog
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.naming import model_only, strip_wrappers
 from ckpt_tools.core.placements import split
@@ -44,6 +45,7 @@ from ckpt_tools.operations.convert.huggingface import (
     base_files,
     check_quantization,
     find_base,
+    render_config,
     untie,
 )
 from ckpt_tools.operations.convert.lora import adapter_of, refuse_adapters
@@ -59,6 +61,7 @@ from ckpt_tools.operations.merge_reshard import (
     target_dtype,
     uncast,
 )
+from ckpt_tools.operations.quantize import Quantization, method_of, quantize
 from ckpt_tools.operations.side_files import carried
 from ckpt_tools.storage import read
 from ckpt_tools.transfer.options import Path_
@@ -78,6 +81,7 @@ class TargetLayout:
         self.ranks = how.get("ranks") or source.catalog.world_size or 1
         self._is_kept = matcher(())  # known with the catalog
         self._model_names: set[str] = set()
+        self.quantization: Quantization | None = None
 
     def lay_out(self, to: str, dst: str) -> _Layout:
         """Returns the catalog to write from, the target's format, and the request."""
@@ -103,7 +107,8 @@ class TargetLayout:
             self.parts.notes.append(f"stripped from names: {printable(gone)}")
         self._model_names = {name_of((*above, fqn)) for fqn in self.parts.model}
         select, exclude = self.how.get("select", ()), self.how.get("exclude", ())
-        check_kept(self.how.get("keep_dtype", ()), self.how.get("dtype"), catalog)
+        changes = self.how.get("dtype") or self.how.get("quantize")
+        check_kept(self.how.get("keep_dtype", ()), changes, catalog)
         self._is_kept = keeper(self.how.get("keep_dtype", ()), catalog)
         self.parts.notes += uncast(catalog.tensors.values(), self.how.get("dtype"))
         self.parts.notes += self._not_of_the_model()
@@ -213,11 +218,27 @@ class TargetLayout:
             self.parts.notes += compare_with_model(
                 base, config, catalog, is_part, is_partial, saved
             )
+            if (name := self.how.get("quantize")) is not None:
+                catalog = self._quantized(catalog, name, base, config)
+                assert self.quantization is not None
+                config = {**config, "quantization_config": self.quantization.config()}
+                files["config.json"] = render_config(config, base)
         return (
             catalog,
             safetensors,
             replace(shards(self._targets(catalog), most, ""), files=files),
         )
+
+    def _quantized(
+        self, catalog: Catalog, name: str, base: Path_, config: Mapping[str, Any]
+    ) -> Catalog:
+        """Returns the catalog with codes and scales in the place of weights, and notes it."""
+        catalog = replace(catalog, file_sizes=self.source.catalog.file_sizes)
+        check_catalog(catalog, shares=True)
+        found = quantize(catalog, method_of(name), base, config, self._is_kept, self._dtype)
+        self.quantization = found
+        self.parts.notes += found.notes
+        return found.catalog
 
     def _adapter(self, dst: str) -> _Layout:
         """Plans a PEFT directory: only the adapter, and its config from `base`."""

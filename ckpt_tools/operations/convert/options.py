@@ -12,6 +12,7 @@ from ckpt_tools.operations.convert.families import TORCHTITAN
 from ckpt_tools.operations.convert.targets import TARGETS, ConvertTarget, targets_with
 from ckpt_tools.operations.convert.training_state import NAMINGS
 from ckpt_tools.operations.convert.transformers_names import NAMES
+from ckpt_tools.operations.quantize import method_of
 from ckpt_tools.storage import is_url
 from ckpt_tools.transfer.options import Dtype, Options, Path_
 
@@ -20,6 +21,7 @@ _FLAGS = {
     "ranks": "--ranks",
     "check": "--check",
     "mesh": "--mesh",
+    "quantize": "--quantize",
     "max_shard_bytes": "--max-shard-size",
 }
 _HINTS = {
@@ -81,6 +83,7 @@ def check_request(to: str, dst: str, how: Mapping[str, Any]) -> None:
         raise PlanError("--set is for a key map: there is no --map")
     if how.get("check") and how.get("base") is None:
         raise PlanError("--check needs --base DIR, whose config.json says which model it is")
+    _check_quantize(how)
     if how.get("check") and is_url(dst):
         raise PlanError(
             "--check loads the result from a disk", hint="write it locally, then ckpt copy"
@@ -121,6 +124,28 @@ def _check_names(names: str | None, to: str, how: Mapping[str, Any]) -> None:
         )
     if how.get("base") is None:
         raise PlanError("--names needs --base DIR, whose config.json says which model it is")
+
+
+def _check_quantize(how: Mapping[str, Any]) -> None:
+    """Refuses what does not go with `quantize`."""
+    name = how.get("quantize")
+    if name is None:
+        return
+    method_of(name)
+    if how.get("base") is None:
+        raise PlanError("--quantize needs --base DIR: its config.json says which layers are linear")
+    if how.get("check"):
+        raise PlanError(
+            "--check compares what transformers loads with what is written, and it turns codes into"
+            " numbers while it loads",
+            hint="leave --check out; ckpt diff compares the result with the source by value",
+        )
+    if how.get("resume"):
+        raise PlanError(
+            "codes that are computed are not resumed: what an earlier attempt read cannot be"
+            " proved any more",
+            hint="leave --resume out",
+        )
 
 
 def _check_naming(target: ConvertTarget, naming: str | None, model_only: bool) -> None:
@@ -181,6 +206,8 @@ class Conversion(Options, total=False):
             these files are copied.
         mesh: for `per-rank`: `DEVICE:AXIS` of the job that will load the result. If absent, the
             source's, or `cuda:fsdp`.
+        quantize: for `hf`: one of `METHODS`, by which the weights of linear layers become codes
+            and scales. `keep_dtype` names those that do not.
         max_shard_bytes: for `hf`, upper bound of a shard's payload, 5 GB if absent.
         check: for `hf`: load the result with transformers in a separate process, and compare.
     """
@@ -201,5 +228,6 @@ class Conversion(Options, total=False):
     model_only: bool
     base: Path_ | None
     mesh: str | None
+    quantize: str | None
     max_shard_bytes: int | None
     check: bool

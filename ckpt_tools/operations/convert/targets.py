@@ -38,7 +38,7 @@ class ConvertTarget:
 TARGETS = {
     "dcp": ConvertTarget(options={"ranks"}),
     "safetensors": ConvertTarget(suffixes=(".safetensors",), is_model=True),
-    "hf": ConvertTarget(is_model=True, options={"base", "check", "max_shard_bytes"}),
+    "hf": ConvertTarget(is_model=True, options={"base", "check", "max_shard_bytes", "quantize"}),
     "torch": ConvertTarget(suffixes=torch_save.SUFFIXES),
     "accelerate": ConvertTarget(
         is_local=True,

@@ -1,6 +1,7 @@
-"""A store that has the numbers of quantized weights as further files: to read one is to compute it.
+"""A store that has computed tensors as further files: to read one is to compute it.
 
-An operation that reads these files works as with any tensor of float32.
+They are the numbers of quantized weights, or the codes and scales of weights that are quantized. An
+operation that reads these files works as with any tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tools.core.box import Box, flat_start
+from ckpt_tools.core.box import Box, flat_start, whole
 from ckpt_tools.core.catalog import Payloads
 from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.core.plan import Plan, TensorPlan
@@ -28,8 +29,7 @@ from ckpt_tools.storage import Store
 from ckpt_tools.storage.overlay import Overlay
 
 _FOLDER = "numbers/"  # before the names of these files; no format looks into it
-_ITEM_BYTES = 4
-_KEPT_BYTES, _KEPT_BOXES = 16 << 20, 8  # of boxes that other numbers may need, too
+_KEPT_BYTES, _KEPT_BOXES = 16 << 20, 8  # of boxes that other results may need, too
 
 
 def numbers_file(name: str) -> str:
@@ -39,10 +39,10 @@ def numbers_file(name: str) -> str:
 
 @dataclass
 class PartsReading:
-    """How the stored tensors of quantized weights are read.
+    """How the tensors are read from which others are computed.
 
     Attributes:
-        plan: the stored tensors.
+        plan: the tensors that are read.
         located: the positions of their payloads.
         watch: compares their CRC-32.
         fingerprints: of the bytes that were read.
@@ -54,8 +54,8 @@ class PartsReading:
     fingerprints: Fingerprints = field(default_factory=Fingerprints)
 
 
-class UnpackedStore(Overlay):
-    """A store with the numbers of quantized weights as files over its own. They are not listed."""
+class ComputedStore(Overlay):
+    """A store with computed tensors as files over its own. They are not listed."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class UnpackedStore(Overlay):
         formulas: Mapping[str, Formula],
         begin: Callable[[], PartsReading],
     ) -> None:
-        """Takes the formula of each weight.
+        """Takes the formula of each tensor.
 
         Args:
             inner: the store of the checkpoint.
-            formulas: by the name of the file that has the numbers.
+            formulas: by the name of the file that has the results.
             begin: called once before anything is read.
         """
         super().__init__(inner, {})
@@ -79,17 +79,17 @@ class UnpackedStore(Overlay):
         self.close = self._close
 
     def opened(self) -> PartsReading:
-        """Returns how the stored tensors are read."""
+        """Returns how the tensors are read."""
         return self._opened().reading
 
     def size(self, path: str) -> int:
         formula = self._formulas.get(path)
-        return self.inner.size(path) if formula is None else _numel(formula) * _ITEM_BYTES
+        return self.inner.size(path) if formula is None else nbytes_of(formula)
 
     def version(self, path: str) -> str:
         if path not in self._formulas:
             return self.inner.version(path)
-        return ""  # an earlier attempt is not continued: nothing proves the numbers that it wrote
+        return ""  # an earlier attempt is not continued: nothing proves the results that it wrote
 
     def view(self, path: str, start: int, nbytes: int) -> memoryview | None:
         return None if path in self._formulas else self.inner.view(path, start, nbytes)
@@ -103,7 +103,8 @@ class UnpackedStore(Overlay):
             if formula is None:
                 found.append((path, start, nbytes))
                 continue
-            at, stop = start // _ITEM_BYTES, (start + nbytes) // _ITEM_BYTES
+            size = formula.item.itemsize
+            at, stop = start // size, (start + nbytes) // size
             while at < stop:
                 unit = formula.unit(at)
                 found += self._reads(formula, unit)
@@ -124,7 +125,7 @@ class UnpackedStore(Overlay):
         if formula is None:
             self.inner.read_into(path, start, buffer)
             return
-        into, at = np.frombuffer(buffer, np.float32), start // _ITEM_BYTES
+        into, at = np.frombuffer(buffer, formula.item), start // formula.item.itemsize
         boxes, first, stop = self._opened(), at, at + len(into)
         while at < stop:
             unit = formula.unit(at)
@@ -147,12 +148,13 @@ class UnpackedStore(Overlay):
         self.inner.close()
 
 
-def _numel(formula: Formula) -> int:
-    return Box((0,) * len(formula.shape), formula.shape).numel
+def nbytes_of(formula: Formula) -> int:
+    """Returns the bytes of a tensor that is computed."""
+    return whole(formula.shape).numel * formula.item.itemsize
 
 
 class _Boxes:
-    """Boxes of stored tensors, in memory while they are in use.
+    """Boxes of tensors, in memory while they are in use.
 
     Each is read once, however many threads want it.
     """
@@ -171,7 +173,7 @@ class _Boxes:
         return self._kept.get((part.name, box), lambda: self._read(part, box))
 
     def tile(self, name: str, box: Box) -> Tile:
-        """Returns the reads of a box of a stored tensor."""
+        """Returns the reads of a box of a tensor."""
         tensor = self.tensors[name]
         with self._lock:
             sources = self._sources.get(name)

@@ -1,0 +1,350 @@
+"""Shows a model with codes and scales in the place of its linear layers' weights.
+
+They are computed when they are read, as `dequantize` computes numbers. What comes later writes them
+like any tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpt_tools.core.box import whole
+from ckpt_tools.core.catalog import Catalog, Extent, QuantizedWeight, TensorEntry, one_chunk
+from ckpt_tools.core.dtypes import BY_NAME, DType
+from ckpt_tools.core.plan import plan_values
+from ckpt_tools.core.quantized import described, weights_in
+from ckpt_tools.engine.computed import ComputedStore, PartsReading, nbytes_of
+from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
+from ckpt_tools.engine.formulas import Formula, Part
+from ckpt_tools.engine.quantize import (
+    METHODS,
+    Method,
+    QuantizedCodes,
+    QuantizedRows,
+    QuantizedScales,
+)
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.formats.registry import Source
+from ckpt_tools.operations.convert.child_process import ask
+from ckpt_tools.publish.sealed_source import checked_manifest
+from ckpt_tools.ranks.base import Group
+from ckpt_tools.transfer.computed import prove_parts
+from ckpt_tools.transfer.prove import prove_replicas, sealed_fingerprints
+
+_FOLDER = "quantized/"  # before the names of computed files; no format looks into it
+_EXPERT = ".experts."
+_ENDING = ".weight"
+_SHOWN = 3
+# methods that people ask for, and that need a run of the model on data
+_CALIBRATED = ("gptq", "awq", "smoothquant", "autoround", "aqlm", "spinquant", "static", "nvfp4")
+_ACTIVATIONS = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True}
+_WEIGHTS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
+    "fp8-channel": (
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "channel"},
+        {**_ACTIVATIONS, "type": "float"},
+    ),
+    "int8-channel": (
+        "int-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "channel"},
+        {**_ACTIVATIONS, "type": "int"},
+    ),
+    "mxfp4": (
+        "mxfp4-pack-quantized",
+        {
+            "num_bits": 4,
+            "type": "float",
+            "strategy": "group",
+            "group_size": 32,
+            "scale_dtype": "torch.uint8",
+        },
+        None,
+    ),
+}
+_LAYERS = """
+import json, sys
+import torch, transformers
+asked = json.loads(open(sys.argv[1]).read())
+config = transformers.AutoConfig.from_pretrained(
+    asked["base"], trust_remote_code=False, local_files_only=True
+)
+config.__dict__.pop("quantization_config", None)
+kind = find_class(asked["architectures"])
+with torch.device("meta"):
+    make = kind.from_config if kind.__name__.startswith("Auto") else kind._from_config
+    options = {"trust_remote_code": False} if kind.__name__.startswith("Auto") else {}
+    model = make(config, **options)
+kinds = {n: m for n, m in model.named_modules()}
+head = model.get_output_embeddings()
+heads = [n for n, m in kinds.items() if m is head]
+print(json.dumps({
+    "linear": [n for n, m in kinds.items() if type(m) is torch.nn.Linear and m is not head],
+    "heads": heads,
+    "tables": [n for n, m in kinds.items() if isinstance(m, torch.nn.Embedding)],
+    "others": [n for n, m in kinds.items() if type(m) is not torch.nn.Linear or m is head],
+}))
+"""
+
+
+def method_of(name: str) -> Method:
+    """Returns a way to quantize by its name.
+
+    Raises:
+        PlanError: there is none of this name.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    known = ", ".join(METHODS)
+    if any(word in name.lower() for word in _CALIBRATED):
+        raise PlanError(
+            f"--quantize {printable(name)!r} needs calibration: the model has to run on data",
+            hint=f"without data there are {known}; llm-compressor and ModelOpt calibrate",
+        )
+    raise PlanError(f"--quantize: expected one of {known}, got {printable(name)!r}")
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """A model that is to be written with codes and scales.
+
+    Attributes:
+        method: how.
+        catalog: of what is written.
+        numbers: of what is read: the same model, before.
+        weights: by the name of the weight, its rows.
+        notes: for the report.
+        left: modules with matrices that are not quantized, for the config.
+        formulas: by the name of the computed file.
+    """
+
+    method: Method
+    catalog: Catalog
+    numbers: Catalog
+    weights: Mapping[str, QuantizedRows]
+    notes: Sequence[str]
+    left: Sequence[str]
+    formulas: Mapping[str, Formula] = field(default_factory=dict)
+
+    def over(self, source: Source) -> Source:
+        """Returns a source whose store computes codes and scales."""
+        return replace(
+            source, store=ComputedStore(source.store, self.formulas, lambda: self._begin(source))
+        )
+
+    def _begin(self, source: Source) -> PartsReading:
+        entries = [self.numbers.tensors[name] for name in self.weights]
+        plan = plan_values(entries)
+        sealed = sealed_fingerprints(checked_manifest(source), source, self.numbers, plan)
+        prove_replicas(source, [e for e in entries if e.fqn not in sealed and not e.is_computed])
+        located = source.format.locate(source.store, entries)
+        return PartsReading(
+            plan, located, CrcWatch(read_whole(plan, located, sealed), source.store)
+        )
+
+    def prove(self, source: Source, group: Group) -> None:
+        """Compares the bytes that all ranks have read with their checksums.
+
+        Args:
+            source: of `over`.
+            group: all ranks. Each calls it.
+
+        Raises:
+            IntegrityError: they are not what was written.
+        """
+        store = source.store
+        assert isinstance(store, ComputedStore)
+        below = replace(source, store=store.inner)
+        prove_parts(store, below, self.numbers, self.weights, group)
+
+    def errors(self, group: Group) -> dict[str, float]:
+        """Returns the relative error of each weight: the norm of all errors over its own.
+
+        Each rank calls it.
+        """
+        mine = {name: rows.sums for name, rows in self.weights.items() if rows.sums}
+        found: dict[str, dict[int, tuple[float, float]]] = {}
+        for sums in group.all_gather(mine, "gather errors"):
+            for name, units in sums.items():
+                found.setdefault(name, {}).update(units)
+        return {
+            name: math.sqrt(
+                sum(error for error, _ in found[name].values())
+                / (sum(norm for _, norm in found[name].values()) or 1.0)
+            )
+            for name in self.weights
+            if name in found
+        }
+
+    def config(self) -> dict[str, Any]:
+        """Returns the `quantization_config` for transformers and vLLM."""
+        left = list(self.left)
+        if self.method.name not in _WEIGHTS:
+            return {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "fmt": "e4m3",
+                "weight_block_size": [self.method.rows, self.method.columns],
+                "modules_to_not_convert": left,
+            }
+        form, weights, activations = _WEIGHTS[self.method.name]
+        return {
+            "quant_method": "compressed-tensors",
+            "format": form,
+            "quantization_status": "compressed",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {**weights, "symmetric": True, "dynamic": False},
+                    "input_activations": activations,
+                    "output_activations": None,
+                }
+            },
+            "ignore": left,
+        }
+
+
+def quantize(
+    catalog: Catalog,
+    method: Method,
+    base: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    is_kept: Callable[[str], bool],
+    dtype_of: Callable[[TensorEntry], DType],
+) -> Quantization:
+    """Plans codes and scales for the linear layers of a model.
+
+    The output layer, embeddings, routers and norms stay as they are.
+
+    Args:
+        catalog: the model, under the names of files on the Hub.
+        method: how.
+        base: the directory of the config.
+        config: its contents.
+        is_kept: tells by name which tensors stay as they are.
+        dtype_of: the type of a tensor that stays. Scales of channels have that of their weight.
+
+    Raises:
+        PlanError: nothing says which layers are linear; or nothing is left to quantize.
+    """
+    if there := weights_in(catalog.tensors.values()):
+        raise PlanError(
+            f"--quantize is for numbers, and these weights are codes: {described(there)}",
+            hint="--dtype bf16 turns them into numbers first",
+        )
+    layers, reason = ask(
+        _LAYERS, {"base": os.path.abspath(base), "architectures": config.get("architectures")}
+    )
+    if layers is None:
+        raise PlanError(
+            "--quantize: transformers cannot say which layers of the config's model are linear:"
+            f" {printable(reason)} ({printable(os.fspath(base))})",
+            hint="pip install transformers; it needs no weights and no GPU for this",
+        )
+    linear, others, tables = (set(layers[key]) for key in ("linear", "others", "tables"))
+    chosen, uneven, misfits = [], list[str](), list[str]()
+    left = [*map(str, layers["heads"])]  # also one that is tied, and not in the files
+    for fqn, entry in catalog.tensors.items():
+        module, is_weight = fqn.removesuffix(_ENDING), fqn.endswith(_ENDING)
+        if len(entry.shape) < 2 or module in tables:
+            continue
+        is_expert = _EXPERT in module and module not in others
+        is_linear = is_weight and len(entry.shape) == 2 and (module in linear or is_expert)
+        is_number = entry.dtype.is_castable and whole(entry.shape).numel > 0
+        if not is_linear or not is_number or is_kept(fqn):
+            left.append(module if is_weight else fqn.rpartition(".")[0])
+        elif method.per_byte > 1 and entry.shape[1] % method.columns:
+            misfits.append(fqn)
+            left.append(module)
+        else:
+            chosen.append(entry)
+            uneven += [fqn] if _is_uneven(entry, method) else []
+    if not chosen:
+        raise PlanError(
+            f"--quantize {method.name}: no weight of a linear layer is there to quantize",
+            hint=f"{len(misfits)} have a number of columns that {method.columns} does not divide"
+            if misfits
+            else "ckpt inspect --tree lists the names; is it the config of these weights?",
+        )
+    return _planned(
+        catalog, method, chosen, left, _notes(chosen, left, uneven, misfits, method), dtype_of
+    )
+
+
+def _is_uneven(entry: TensorEntry, method: Method) -> bool:
+    blocks = zip(entry.shape, (method.rows, method.columns), strict=True)
+    return method.rows > 1 and any(dim % block for dim, block in blocks)
+
+
+def _notes(
+    chosen: Sequence[TensorEntry],
+    left: Sequence[str],
+    uneven: Sequence[str],
+    misfits: Sequence[str],
+    method: Method,
+) -> list[str]:
+    notes = [f"quantized: {len(chosen):,} weights of linear layers ({method.name})"]
+    if left:
+        notes.append(f"not quantized: {_some([*dict.fromkeys(left)])}")
+    if misfits:
+        notes.append(
+            f"not quantized, since {method.columns} does not divide their columns: {_some(misfits)}"
+        )
+    if uneven:
+        notes.append(
+            f"{len(uneven):,} weights end within a block of {method.rows} x {method.columns}, as"
+            f" some of DeepSeek do; not every program loads them: {_some(uneven)};"
+            " --keep-dtype NAME leaves one as it is"
+        )
+    return notes
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return f"{printable(', '.join(names[:_SHOWN]))}{more}"
+
+
+def _planned(
+    catalog: Catalog,
+    method: Method,
+    chosen: Iterable[TensorEntry],
+    left: Sequence[str],
+    notes: Sequence[str],
+    dtype_of: Callable[[TensorEntry], DType],
+) -> Quantization:
+    """Returns the plan for the chosen weights."""
+    tensors, weights = dict[str, TensorEntry](), dict[str, QuantizedRows]()
+    formulas, sizes = dict[str, Formula](), dict(catalog.file_sizes)
+    by_name = {entry.fqn: entry for entry in chosen}
+    for fqn, entry in catalog.tensors.items():
+        if fqn not in by_name:
+            tensors[fqn] = entry
+            continue
+        scales = BY_NAME[method.scales] if method.scales else dtype_of(entry)
+        rows = QuantizedRows(fqn, Part(fqn, entry.shape, entry.dtype), method, scales)
+        weights[fqn] = rows
+        names = tuple(f"{fqn}{ending}" for ending in method.endings)
+        taken = [name for name in names if name != fqn and name in catalog.tensors]
+        if taken:
+            raise PlanError(f"--quantize: there is a tensor of this name: {printable(taken[0])!r}")
+        whose = QuantizedWeight(names[0], method.scheme, method.bits, names)
+        for name, formula, kind, shape in (
+            (names[0], QuantizedCodes(rows), BY_NAME[method.codes], rows.code_shape),
+            (names[1], QuantizedScales(rows), scales, rows.scale_shape),
+        ):
+            file = _FOLDER + name
+            formulas[file], sizes[file] = formula, nbytes_of(formula)
+            tensors[name] = TensorEntry(
+                name,
+                kind,
+                shape,
+                one_chunk(whole(shape), Extent(file, 0, sizes[file])),
+                stored=entry.stored_name,
+                quantized=whose,
+                is_computed=True,
+            )
+    shown = replace(catalog, tensors=tensors, file_sizes=sizes)
+    return Quantization(method, shown, catalog, weights, notes, [*dict.fromkeys(left)], formulas)

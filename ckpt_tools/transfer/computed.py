@@ -1,0 +1,66 @@
+"""Proves the bytes from which tensors were computed while they were read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckpt_tools.core.catalog import Catalog
+from ckpt_tools.core.plan import plan_values
+from ckpt_tools.engine.computed import ComputedStore
+from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
+from ckpt_tools.engine.execute import execute_batches
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
+from ckpt_tools.engine.sinks import HashSink
+from ckpt_tools.formats.registry import Source
+from ckpt_tools.publish.sealed_source import checked_manifest
+from ckpt_tools.ranks.base import Group
+from ckpt_tools.transfer.prove import prove_fingerprints, sealed_fingerprints
+from ckpt_tools.transfer.stretches import prove_apart, prove_stretches, stretch_proofs
+
+
+def prove_parts(
+    store: ComputedStore, source: Source, catalog: Catalog, names: Iterable[str], group: Group
+) -> None:
+    """Compares the bytes that all ranks have read with their checksums.
+
+    What no process has read whole is read once more.
+
+    Args:
+        store: has computed the tensors.
+        source: the checkpoint that it reads.
+        catalog: of what it reads: the stored tensors, or views of them.
+        names: of the tensors in `catalog` that were needed.
+        group: all ranks. Each calls it.
+
+    Raises:
+        IntegrityError: they are not what was written.
+    """
+    needed = sorted(names)
+    if not needed:
+        return
+    with group.phase("prove quantized weights"):
+        reading = store.opened()
+        reading.watch.prove({})
+        alone = reading.fingerprints.join().keys()
+    read = set().union(*group.all_gather(set(alone), "prove quantized weights"))
+    reading.fingerprints.share(group)
+    joined = reading.fingerprints.join()
+    rest = [n for n in needed if n not in joined or n not in read]
+    tiles = tile_bytes(DEFAULT_MEMORY_BYTES, 1)
+    with group.phase("prove quantized weights"):
+        tensors = [catalog.tensors[n] for n in rest[group.rank :: group.size]]
+        plan = plan_values(tensors)
+        located = source.format.locate(source.store, tensors)
+        sink, watch = HashSink(), CrcWatch(read_whole(plan, located), source.store)
+        execute_batches(schedule(plan, located, *tiles), source.store, sink, 1, crc_watch=watch)
+        watch.prove({})
+        computed = {**joined, **sink.fingerprints.join()}
+        manifest, every = checked_manifest(source), plan_values(catalog.tensors[n] for n in needed)
+        prove_fingerprints(source, sealed_fingerprints(manifest, source, catalog, every), computed)
+        proofs = stretch_proofs(manifest, source, catalog, every)
+    # those that are views need all results
+    for part in group.all_gather(sink.fingerprints.join(), "prove quantized weights"):
+        computed |= part
+    with group.phase("prove quantized weights"):
+        prove_stretches(source, proofs, computed)
+        prove_apart(source, proofs, proofs.apart[group.rank :: group.size], 1, tiles)
