@@ -84,7 +84,7 @@ class ComputedStore(Overlay):
 
     def size(self, path: str) -> int:
         formula = self._formulas.get(path)
-        return self.inner.size(path) if formula is None else nbytes_of(formula)
+        return self.inner.size(path) if formula is None else result_nbytes(formula)
 
     def version(self, path: str) -> str:
         if path not in self._formulas:
@@ -148,7 +148,7 @@ class ComputedStore(Overlay):
         self.inner.close()
 
 
-def nbytes_of(formula: Formula) -> int:
+def result_nbytes(formula: Formula) -> int:
     """Returns the bytes of a tensor that is computed."""
     return whole(formula.shape).numel * formula.item.itemsize
 

@@ -17,7 +17,7 @@ from ckpt_tools.core.catalog import Catalog, Extent, QuantizedWeight, TensorEntr
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.plan import plan_values
 from ckpt_tools.core.quantized import described, weights_in
-from ckpt_tools.engine.computed import ComputedStore, PartsReading, nbytes_of
+from ckpt_tools.engine.computed import ComputedStore, PartsReading, result_nbytes
 from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
 from ckpt_tools.engine.formulas import Formula, Part
 from ckpt_tools.engine.quantize import (
@@ -242,7 +242,8 @@ def quantize(
         raise PlanError(
             "--quantize: transformers cannot say which layers of the config's model are linear:"
             f" {printable(reason)} ({printable(os.fspath(base))})",
-            hint="pip install transformers; it needs no weights and no GPU for this",
+            hint="is transformers installed, and does it know this model? It needs no weights for"
+            " this and no GPU",
         )
     linear, others, tables = (set(layers[key]) for key in ("linear", "others", "tables"))
     chosen, uneven, misfits = [], list[str](), list[str]()
@@ -289,6 +290,12 @@ def _notes(
     notes = [f"quantized: {len(chosen):,} weights of linear layers ({method.name})"]
     if left:
         notes.append(f"not quantized: {_some([*dict.fromkeys(left)])}")
+    experts = [entry.fqn for entry in chosen if _EXPERT in entry.fqn]
+    if experts and method.name == "int8-channel":
+        notes.append(
+            f"{len(experts):,} of them are weights of experts, which transformers 5.24 does not"
+            " load from int8"
+        )
     if misfits:
         notes.append(
             f"not quantized, since {method.columns} does not divide their columns: {_some(misfits)}"
@@ -336,7 +343,7 @@ def _planned(
             (names[1], QuantizedScales(rows), scales, rows.scale_shape),
         ):
             file = _FOLDER + name
-            formulas[file], sizes[file] = formula, nbytes_of(formula)
+            formulas[file], sizes[file] = formula, result_nbytes(formula)
             tensors[name] = TensorEntry(
                 name,
                 kind,

@@ -104,6 +104,7 @@ NOTHING = {
     "--optimizer": "zz",
     "--base": "no/such",
     "--mesh": "cpu:x",
+    "--quantize": "zz",
     "--atol": "nan",
     "--rtol": "-1",
     "--keep-last": "0",

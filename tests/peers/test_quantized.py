@@ -13,7 +13,7 @@ from tests.jobs import PYTHON_PATH
 from tests.peers.environments import JOBS, python_of
 
 
-@pytest.mark.parametrize("job", ["quantized_job.py", "packed_job.py"])
+@pytest.mark.parametrize("job", ["quantized_job.py", "packed_job.py", "quantize_job.py"])
 def test_numbers_are_those_of_the_own_readers(job: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [python_of("quantized"), JOBS / job, tmp_path],
