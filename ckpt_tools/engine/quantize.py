@@ -30,7 +30,7 @@ _UNIT_NUMEL = 1 << 20
 _BLOCK_NUMEL = 1 << 16  # these stay in a processor's cache
 _KEPT_BYTES, _KEPT_UNITS = 8 << 20, 4  # of codes and scales
 _SINGLE = BY_NAME["float32"]
-_MOST_FP8, _MOST_FP4 = np.float32(448.0), np.float32(6.0)
+_MOST_FP8 = np.float32(448.0)
 _HALF_INT8 = np.float32(127.5)  # half of the range of int8, by compressed-tensors
 _MX_BIAS, _MX_LARGEST, _FP4_EXPONENT = 127, 254, 2
 
@@ -39,7 +39,7 @@ class Rounding(NamedTuple):
     """How numbers become codes: by the upper 16 bits of a float32, of which the last is sticky.
 
     The sticky bit is set if any lower bit is. The types have so few bits that no number with it
-    lies halfway between two codes.
+    lies halfway between two codes. Larger numbers become the largest code.
 
     Attributes:
         codes: `[65536]`, the nearest code.
@@ -133,8 +133,28 @@ class _Totals:
         self.error = self.norm = 0.0
 
     def add(self, numbers: Singles, errors: Singles) -> None:
-        self.error += inner(errors.reshape(-1), errors.reshape(-1))
-        self.norm += inner(numbers.reshape(-1), numbers.reshape(-1))
+        self.error += _square_sum(errors)
+        self.norm += _square_sum(numbers)
+
+
+def _square_sum(numbers: Singles) -> float:
+    flat = numbers.reshape(-1)
+    found = inner(flat, flat)
+    if np.isfinite(found):
+        return found
+    wide = flat.astype(np.float64)  # squares of more than 1e19
+    return inner(wide, wide)
+
+
+def _finite(sizes: Singles) -> Singles:
+    """Returns the largest sizes of blocks.
+
+    Raises:
+        ValueError: a block has a number that is infinite or NaN.
+    """
+    if not np.isfinite(sizes).all():
+        raise ValueError("has numbers that are infinite or NaN")
+    return sizes
 
 
 def _fp8_blocks(numbers: Singles, kind: DType, size: int = 128) -> Quantized:
@@ -148,15 +168,13 @@ def _fp8_blocks(numbers: Singles, kind: DType, size: int = 128) -> Quantized:
             at = slice(top, top + size), slice(left, left + width)
             part = np.ascontiguousarray(numbers[at])
             starts = np.arange(0, part.shape[1], size)
-            most = np.maximum.reduceat(np.abs(part).max(axis=0), starts)
+            most = _finite(np.maximum.reduceat(np.abs(part).max(axis=0), starts))
             factors = np.divide(np.float32(1), most, out=np.ones_like(most), where=most > 0)
             factors[most > 0] *= _MOST_FP8  # as torch divides
             factors[np.isinf(factors)] = 1  # all are next to nothing, and become 0
             inverse = np.float32(1) / factors
             wide, back = (np.repeat(f, size)[: part.shape[1]] for f in (factors, inverse))
-            scaled = part * wide
-            np.clip(scaled, -_MOST_FP8, _MOST_FP8, out=scaled)
-            codes[at], values = to_fp8.of(scaled)
+            codes[at], values = to_fp8.of(part * wide)
             values *= back
             values -= part
             totals.add(part, values)
@@ -177,16 +195,17 @@ def _channels(numbers: Singles, kind: DType, is_float: bool) -> Quantized:
     step = max(1, _BLOCK_NUMEL // columns)
     for top in range(0, rows, step):
         part = numbers[top : top + step]
-        sizes = np.abs(part).max(axis=1) / most
+        sizes = _finite(np.abs(part).max(axis=1)) / most
         stored = scales[top * kind.itemsize : (top + len(part)) * kind.itemsize]
         cast(sizes.view(np.uint8), _SINGLE, stored, kind)
         back = _single(stored, kind)
+        if not np.isfinite(back).all():
+            raise ValueError(f"has scales that are too large for {kind.name}")
         if (is_zero := back == 0).any():
             back[is_zero] = _smallest(kind)
             cast(back.view(np.uint8), _SINGLE, stored, kind)
         scaled = part / back[:, None]
         if is_float:
-            np.clip(scaled, -_MOST_FP8, _MOST_FP8, out=scaled)
             codes[top : top + step], values = _to_fp8().of(scaled)
         else:
             values = np.clip(np.rint(scaled, out=scaled), -128, 127, out=scaled)
@@ -217,13 +236,12 @@ def _mxfp4(numbers: Singles, kind: DType, size: int = 32) -> Quantized:
     for top in range(0, rows, step):
         part = numbers[top : top + step]
         groups = part.reshape(len(part), -1, size)
-        most = np.abs(groups).max(axis=2)
+        most = _finite(np.abs(groups).max(axis=2))
         # from 1.75 times a power of two on, the next one: 7 would be rounded to 8, and be cut to 6
         exponents = (most.view(np.uint32) + np.uint32(1 << 21)) >> np.uint32(23)
         stored = np.clip(exponents.astype(np.int32) - _FP4_EXPONENT, 0, _MX_LARGEST)
         back = np.ldexp(np.float32(1), stored - _MX_BIAS).astype(np.float32)
         scaled = groups * np.ldexp(np.float32(1), _MX_BIAS - stored).astype(np.float32)[..., None]
-        np.clip(scaled, -_MOST_FP4, _MOST_FP4, out=scaled)
         found, values = to_fp4.of(scaled)
         pairs = found.reshape(len(part), -1, 2)
         codes[top : top + step] = pairs[..., 0] | pairs[..., 1] << 4
@@ -352,13 +370,14 @@ class QuantizedRows:
                 self._kept.clear()
 
     def _compute(self, first: int, numbers: Singles) -> Quantized:
-        if not np.isfinite(numbers).all():
+        try:
+            with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
+                found = self.method.compute(numbers, self.scale_type)
+        except ValueError as error:
             raise PlanError(
-                f"a weight has numbers that are infinite or NaN: {printable(self.fqn)!r}",
-                hint="--keep-dtype NAME writes it as it is; ckpt stats counts such numbers",
-            )
-        with np.errstate(over="ignore", under="ignore", divide="ignore"):
-            found = self.method.compute(numbers, self.scale_type)
+                f"a weight {error}: {printable(self.fqn)!r}",
+                hint="--keep-dtype NAME writes it as it is; ckpt stats shows such numbers",
+            ) from None
         with self._lock:
             self.sums[first] = found.error, found.norm
             self._scales[first] = found.scales

@@ -1,9 +1,9 @@
-"""Quantized weights to bfloat16: `ckpt merge --dtype bf16`, a copy of the result, and peers, in turn.
+"""Quantized weights to bfloat16 and back: ckpt, a copy of the result, and peers, in turn.
 
     python tests/benchmarks/quantized.py DIR [--rows 8192] [--layers 16] [--runs 5] [--jobs 2]
 
-Peers: torch's own reader of fp8 blocks, and transformers' function for MXFP4 of gpt-oss, each with
-safetensors' writer. Both hold the whole model.
+Peers: torch's own reader of fp8 blocks, and transformers' functions for MXFP4 of gpt-oss and for
+writing fp8 blocks, each with safetensors' writer. All hold the whole model.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from harness import race
 from safetensors.torch import save_file
 
 import ckpt_tools
+from ckpt_tools.engine.quantize import METHODS
 
 _COPY = """
 import os, shutil, sys
@@ -64,6 +65,24 @@ with safe_open(f"{sys.argv[1]}/model.safetensors", "pt") as file:
 """
     + _SAVE
 )
+_QUANTIZE = (
+    """
+import os, sys
+import torch
+from types import SimpleNamespace
+from safetensors import safe_open
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+torch.set_num_threads(int(sys.argv[3]))
+config = SimpleNamespace(weight_block_size=(128, 128), scale_fmt=None)
+operation, tensors = Fp8Quantize(SimpleNamespace(quantization_config=config)), {}
+with safe_open(f"{sys.argv[1]}/model.safetensors", "pt") as file:
+    for name in file.keys():
+        value = file.get_tensor(name)
+        tensors |= operation._quantize_one(name, value) if "_proj" in name else {name: value}
+"""
+    + _SAVE
+)
+_CODES = "codes"  # written, and not read
 Tensors = dict[str, torch.Tensor]
 
 
@@ -159,6 +178,46 @@ def write(folder: Path, kind: str, args: argparse.Namespace) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def race_to_codes(args: argparse.Namespace) -> None:
+    """Times `ckpt convert --quantize` of a Llama, and a copy of what it writes."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=args.rows,
+        intermediate_size=args.rows * 2,
+        num_hidden_layers=max(1, args.layers // 10),
+        num_attention_heads=4,
+        tie_word_embeddings=False,
+    )
+    source, result = args.dir / "bfloat16", args.dir / "codes"
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(source, max_shard_size="1TB")
+    out = args.dir / "out.safetensors"
+    for method in METHODS:
+        ckpt_tools.convert(
+            source, result, to="hf", base=source, quantize=method, overwrite=True,
+            max_shard_bytes=1 << 40,
+        )  # fmt: skip
+        (file,) = result.glob("*.safetensors")
+        convert = ["-m", "ckpt_tools", "convert", source, args.dir / "out", "--to", "hf"]
+        convert += ["--base", source, "--quantize", method, "-j", args.jobs, "--overwrite"]
+        race_of = {
+            f"ckpt convert --quantize {method}": [sys.executable, *convert],
+            "copy of the result, fsync": [sys.executable, "-c", _COPY, file, out],
+        }
+        if method == "fp8-block":
+            race_of["peer"] = [sys.executable, "-c", _QUANTIZE, source, out, args.jobs]
+        gb = model.num_parameters() * 2 / 1e9
+        race(
+            f"{method}: {gb:.2f} GB of bfloat16",
+            race_of,
+            args.runs,
+            before=lambda: out.unlink(missing_ok=True),
+            against="copy of the result, fsync",
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("dir", type=Path)
@@ -166,10 +225,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--kind", choices=KINDS, nargs="+", default=[*KINDS])
+    parser.add_argument("--kind", choices=[*KINDS, _CODES], nargs="+", default=[*KINDS, _CODES])
     args = parser.parse_args()
     out = args.dir / "out.safetensors"
     for kind in args.kind:
+        if kind == _CODES:
+            race_to_codes(args)
+            continue
         source = args.dir / kind.replace(" ", "-")
         write(source, kind, args)
         model = args.dir / "model.safetensors"

@@ -413,14 +413,23 @@ def test_what_fits_no_blocks_is_told(tmp_path: Path) -> None:
     assert "model.layers.1.mlp.down_proj" in said["ignore"]
 
 
-@pytest.mark.parametrize(("method", "value"), [("fp8-block", torch.nan), ("mxfp4", torch.inf)])
-def test_numbers_that_have_no_codes_are_refused(method: str, value: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "value", "message"),
+    [
+        ("fp8-block", torch.nan, "numbers that are infinite or NaN"),
+        ("mxfp4", torch.inf, "numbers that are infinite or NaN"),
+        ("int8-channel", 1e9, "scales that are too large for float16"),
+    ],
+)
+def test_numbers_that_have_no_codes_are_refused(
+    method: str, value: float, message: str, tmp_path: Path
+) -> None:
     model = wide()
     model.model.layers[1].mlp.down_proj.weight.data[200, 100] = value
     src, base_dir = saved(model, tmp_path)
     before = sorted(os.listdir(tmp_path))
-    with pytest.raises(PlanError, match="infinite or NaN: 'model.layers.1.mlp.down_proj.weight'"):
-        quantized(src, base_dir, method)
+    with pytest.raises(PlanError, match=f"{message}: 'model.layers.1.mlp.down_proj.weight'"):
+        quantized(src, base_dir, method, dtype="fp16")
     assert sorted(os.listdir(tmp_path)) == before
 
 
