@@ -122,7 +122,7 @@ def leave(code: Any) -> NoReturn:
 
     A signal can come while a `with` statement is entered: after the context manager has made
     something, and before Python knows that it has to leave it. Only its frame knows then.
-    Collecting that frame lets it clean up.
+    Collecting that frame lets it clean up. `_end_at_last` bounds the time of that, too.
     """
     gc.collect()
     if ending.is_cut and code == 128 + signal.SIGTERM:  # the message came before the cleaning

@@ -50,6 +50,11 @@ class SharedCache(Generic[K, V]):
                     self._nbytes -= self._nbytes_of(self._found.popitem(last=False)[1])
         return value
 
+    def find(self, key: K) -> V | None:
+        """Returns the value of a key if it is kept, else None."""
+        with self._lock:
+            return self._found.get(key)
+
     def clear(self) -> None:
         """Forgets everything."""
         with self._lock:

@@ -7,7 +7,7 @@ operation that reads these files works as with any tensor.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from ckpt_tools.storage import Store
 from ckpt_tools.storage.overlay import Overlay
 
 _FOLDER = "numbers/"  # before the names of these files; no format looks into it
-_KEPT_BYTES, _KEPT_BOXES = 16 << 20, 8  # of boxes that other results may need, too
+_KEPT_BYTES = 16 << 20  # of boxes that other results may need, too
 
 
 def numbers_file(name: str) -> str:
@@ -62,6 +62,7 @@ class ComputedStore(Overlay):
         inner: Store,
         formulas: Mapping[str, Formula],
         begin: Callable[[], PartsReading],
+        kept_boxes: int = 8,
     ) -> None:
         """Takes the formula of each tensor.
 
@@ -69,10 +70,11 @@ class ComputedStore(Overlay):
             inner: the store of the checkpoint.
             formulas: by the name of the file that has the results.
             begin: called once before anything is read.
+            kept_boxes: at least so many boxes stay in memory for other results.
         """
         super().__init__(inner, {})
         self.capabilities = replace(inner.capabilities, has_descriptors=False)
-        self._formulas, self._begin = formulas, begin
+        self._formulas, self._begin, self._kept_boxes = formulas, begin, kept_boxes
         self._boxes: _Boxes | None = None
         self._lock = threading.Lock()
         self._announced = set[tuple[str, Box]]()
@@ -130,7 +132,7 @@ class ComputedStore(Overlay):
         while at < stop:
             unit = formula.unit(at)
             end = min(stop, unit.stop)
-            found = {role: boxes.get(formula.parts[role], box) for role, box in unit.boxes.items()}
+            found = _Found(boxes, formula.parts, unit)
             with np.errstate(over="ignore", invalid="ignore"):  # `stats` tells of such numbers
                 formula.fill(found, at, into[at - first : end - first])
             at = end
@@ -138,13 +140,15 @@ class ComputedStore(Overlay):
     def _opened(self) -> _Boxes:
         with self._lock:
             if self._boxes is None:
-                self._boxes = _Boxes(self.inner, self._begin())
+                self._boxes = _Boxes(self.inner, self._begin(), self._kept_boxes)
             return self._boxes
 
     def _close(self) -> None:
         with self._lock:
             self._boxes = None  # a second try reads everything again
             self._announced.clear()
+            for formula in self._formulas.values():
+                formula.forget()
         self.inner.close()
 
 
@@ -153,19 +157,38 @@ def result_nbytes(formula: Formula) -> int:
     return whole(formula.shape).numel * formula.item.itemsize
 
 
+class _Found(Mapping[str, npt.NDArray[Any]]):
+    """The contents of the boxes of a unit, each read when it is asked for."""
+
+    def __init__(self, boxes: _Boxes, parts: Mapping[str, Part], unit: Unit) -> None:
+        self._boxes, self._parts, self._wanted = boxes, parts, unit.boxes
+        self._values = dict[str, npt.NDArray[Any]]()
+
+    def __getitem__(self, role: str) -> npt.NDArray[Any]:
+        if role not in self._values:
+            self._values[role] = self._boxes.get(self._parts[role], self._wanted[role])
+        return self._values[role]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._wanted)
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+
 class _Boxes:
     """Boxes of tensors, in memory while they are in use.
 
     Each is read once, however many threads want it.
     """
 
-    def __init__(self, store: Store, reading: PartsReading) -> None:
+    def __init__(self, store: Store, reading: PartsReading, kept_boxes: int) -> None:
         self._store, self.reading = store, reading
         self.tensors = {tensor.fqn: tensor for tensor in reading.plan.tensors}
         self._sources: dict[str, Sources] = {}
         self._lock = threading.Lock()
         self._kept = SharedCache[tuple[str, Box], npt.NDArray[Any]](
-            _KEPT_BYTES, _KEPT_BOXES, lambda array: array.nbytes
+            _KEPT_BYTES, kept_boxes, lambda array: array.nbytes
         )
 
     def get(self, part: Part, box: Box) -> npt.NDArray[Any]:

@@ -152,6 +152,17 @@ class Fingerprints:
                 joined[fqn] = self.joined((p.crc64, p.nbytes) for p in ordered)
         return joined
 
+    def differing(self) -> list[str]:
+        """Returns the tensors of which a part was read twice, with other bytes."""
+        found = []
+        for fqn in self.noted.sizes:
+            pieces = set(self.noted.pieces.get(fqn, ()))
+            shares = set(self.noted.shares.get(fqn, ()))
+            parts = {(p.start, p.nbytes) for p in pieces}, {(*s[:2], s.crc32) for s in shares}
+            if (len(parts[0]), len(parts[1])) != (len(pieces), len(shares)):
+                found.append(fqn)
+        return found
+
     def share_of(self, fqn: str) -> int:
         """Returns the share of a tensor's fingerprint from the parts noted so far; 0 for none."""
         share, nbytes = 0, self.noted.sizes.get(fqn, 0)

@@ -53,7 +53,8 @@ class Unit(NamedTuple):
     boxes: Mapping[str, Box]
 
 
-Found = Mapping[str, npt.NDArray[Any]]  # by role: bytes `[..., itemsize]`, or values in float32
+# by role: bytes `[..., itemsize]`, or values in float32; a box is read when it is asked for
+Found = Mapping[str, npt.NDArray[Any]]
 
 
 class Formula(ABC):
@@ -82,6 +83,9 @@ class Formula(ABC):
             start: number of the first element. All elements are of this unit.
             into: room for them.
         """
+
+    def forget(self) -> None:  # noqa: B027
+        """Forgets results that are kept: what comes next reads everything again."""
 
 
 def value_of(part: Part, data: Bytes, sizes: Sequence[int]) -> npt.NDArray[Any]:

@@ -9,7 +9,6 @@ values of mxfp4.
 
 from __future__ import annotations
 
-import threading
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,11 +23,11 @@ from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.shared_cache import SharedCache
 from ckpt_tools.engine.formulas import FP4, Formula, Found, Part, Singles, Unit
 from ckpt_tools.engine.kernels import Bytes, cast, inner
-from ckpt_tools.errors import PlanError, StorageError, printable
 
 _UNIT_NUMEL = 1 << 20
 _BLOCK_NUMEL = 1 << 16  # these stay in a processor's cache
-_KEPT_BYTES, _KEPT_UNITS = 8 << 20, 4  # of codes and scales
+_KEPT_BYTES, _KEPT_UNITS = 16 << 20, 4  # of codes
+_KEPT_SCALES = 32 << 20
 _SINGLE = BY_NAME["float32"]
 _MOST_FP8 = np.float32(448.0)
 _HALF_INT8 = np.float32(127.5)  # half of the range of int8, by compressed-tensors
@@ -140,9 +139,9 @@ class _Totals:
 def _square_sum(numbers: Singles) -> float:
     flat = numbers.reshape(-1)
     found = inner(flat, flat)
-    if np.isfinite(found):
+    if 1e-30 < found < np.inf:
         return found
-    wide = flat.astype(np.float64)  # squares of more than 1e19
+    wide = flat.astype(np.float64)  # squares that float32 cannot hold
     return inner(wide, wide)
 
 
@@ -304,13 +303,46 @@ METHODS = {
 }
 
 
-class QuantizedRows:
-    """The codes and scales of one weight. Both are computed together, in units of rows.
+class Results:
+    """Codes and scales that were computed and may be needed again, of all weights together.
 
-    A unit is computed once, if its scales are read soon after its codes.
+    Codes are needed again where a read ends within a unit. Scales may be written long after their
+    codes: they are kept longer.
     """
 
-    def __init__(self, fqn: str, part: Part, method: Method, scales: DType) -> None:
+    def __init__(self) -> None:
+        self._units = SharedCache[tuple[str, int], Quantized](
+            _KEPT_BYTES, _KEPT_UNITS, lambda found: len(found.codes)
+        )
+        self._scales = SharedCache[tuple[str, int], Bytes](_KEPT_SCALES, 0, len)
+
+    def unit(self, key: tuple[str, int], make: Callable[[], Quantized]) -> Quantized:
+        """Returns a unit, by its weight and its first row."""
+
+        def made() -> Quantized:
+            found = make()
+            self._scales.get(key, lambda: found.scales)
+            return found
+
+        return self._units.get(key, made)
+
+    def scales(self, key: tuple[str, int], make: Callable[[], Quantized]) -> Bytes:
+        """Returns the scales of a unit."""
+        found = self._scales.find(key)
+        return self.unit(key, make).scales if found is None else found
+
+    def clear(self) -> None:
+        """Forgets everything: the next attempt reads all numbers anew."""
+        self._units.clear()
+        self._scales.clear()
+
+
+class QuantizedRows:
+    """One weight whose codes and scales are computed together, in units of rows."""
+
+    def __init__(
+        self, fqn: str, part: Part, method: Method, scales: DType, results: Results
+    ) -> None:
         """Takes the weight.
 
         Args:
@@ -318,70 +350,42 @@ class QuantizedRows:
             part: its numbers, `[rows, columns]`.
             method: how to quantize it.
             scales: the type of its scales.
+            results: keeps some units.
         """
         self.fqn, self.part, self.method, self.scale_type = fqn, part, method, scales
+        self.results = results
         self.rows, self.columns = part.shape
-        wide = self.columns // method.columns if method.columns else 1
-        wide += bool(method.columns and self.columns % method.columns)
+        wide = -(-self.columns // method.columns) if method.columns else 1
         self.code_shape = self.rows, self.columns // method.per_byte
         self.scale_shape = -(-self.rows // method.rows), wide
         usual = _UNIT_NUMEL // self.columns // method.rows * method.rows
         self.unit_rows = max(method.rows, usual)
         self.sums: dict[int, tuple[float, float]] = {}  # by first row: error and norm
-        self._scales: dict[int, Bytes] = {}
-        self._left = self.scale_nbytes
-        self._lock = threading.Lock()
-        self._kept = SharedCache[int, Quantized](
-            _KEPT_BYTES, _KEPT_UNITS, lambda found: len(found.codes)
-        )
-
-    @property
-    def scale_nbytes(self) -> int:
-        """Bytes of all scales."""
-        rows, columns = self.scale_shape
-        return rows * columns * self.scale_type.itemsize
+        self.problems: dict[int, str] = {}  # why numbers have no codes, by first row
 
     def box(self, first: int) -> Box:
         """Returns the rows of a unit."""
         return Box((first, 0), (min(self.unit_rows, self.rows - first), self.columns))
 
-    def codes_of(self, first: int, numbers: Singles) -> Bytes:
-        """Returns the codes of a unit."""
-        return self._kept.get(first, lambda: self._compute(first, numbers)).codes
+    def codes_of(self, first: int, found: Found) -> Bytes:
+        """Returns the codes of a unit, by its first row."""
+        return self.results.unit((self.fqn, first), lambda: self._compute(first, found)).codes
 
-    def has_scales(self, first: int) -> bool:
-        """Tells whether the scales of a unit are known."""
-        return first in self._scales
+    def scales_of(self, first: int, found: Found) -> Bytes:
+        """Returns the scales of a unit, by its first row."""
+        return self.results.scales((self.fqn, first), lambda: self._compute(first, found))
 
-    def scales_of(self, first: int, numbers: Singles | None) -> Bytes:
-        """Returns the scales of a unit; the numbers are None if they are known."""
-        if (found := self._scales.get(first)) is not None:
-            return found
-        if numbers is None:
-            raise StorageError(f"scales were read twice: {printable(self.fqn)!r}", hint="try again")
-        return self._kept.get(first, lambda: self._compute(first, numbers)).scales
-
-    def has_read(self, nbytes: int) -> None:
-        """Notes that scales were read. Once all were, they are forgotten."""
-        with self._lock:
-            self._left -= nbytes
-            if not self._left:
-                self._scales.clear()
-                self._kept.clear()
-
-    def _compute(self, first: int, numbers: Singles) -> Quantized:
+    def _compute(self, first: int, found: Found) -> Quantized:
+        numbers = found["numbers"]
+        self.problems.pop(first, None)
         try:
             with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
-                found = self.method.compute(numbers, self.scale_type)
-        except ValueError as error:
-            raise PlanError(
-                f"a weight {error}: {printable(self.fqn)!r}",
-                hint="--keep-dtype NAME writes it as it is; ckpt stats shows such numbers",
-            ) from None
-        with self._lock:
-            self.sums[first] = found.error, found.norm
-            self._scales[first] = found.scales
-        return found
+                unit = self.method.compute(numbers, self.scale_type)
+        except ValueError as error:  # told once the bytes are proved: they may be damaged
+            self.problems[first] = str(error)
+            unit = self.method.compute(np.zeros_like(numbers), self.scale_type)
+        self.sums[first] = unit.error, unit.norm
+        return unit
 
 
 @dataclass(frozen=True)
@@ -416,10 +420,10 @@ class _OfUnits(Formula):
         low = at // self.row_nbytes // rows * rows
         high = min(self.shape[0], low + rows)
         start, stop = low * self.row_nbytes, high * self.row_nbytes
-        return Unit(start, stop, self._boxes(low * self.block_rows))
+        return Unit(start, stop, {"numbers": self.weight.box(low * self.block_rows)})
 
-    def _boxes(self, first: int) -> dict[str, Box]:
-        return {"numbers": self.weight.box(first)}
+    def forget(self) -> None:
+        self.weight.results.clear()
 
     def first_row(self, start: int) -> int:
         """Returns the first row of numbers of the unit that has a byte."""
@@ -445,7 +449,7 @@ class QuantizedCodes(_OfUnits):
 
     def fill(self, found: Found, start: int, into: Bytes) -> None:
         first = self.first_row(start)
-        codes = self.weight.codes_of(first, found["numbers"])
+        codes = self.weight.codes_of(first, found)
         at = start - first * self.row_nbytes
         into[:] = codes[at : at + len(into)]
 
@@ -461,12 +465,8 @@ class QuantizedScales(_OfUnits):
     def block_rows(self) -> int:
         return self.weight.method.rows
 
-    def _boxes(self, first: int) -> dict[str, Box]:
-        return {} if self.weight.has_scales(first) else super()._boxes(first)
-
     def fill(self, found: Found, start: int, into: Bytes) -> None:
         first = self.first_row(start)
-        scales = self.weight.scales_of(first, found.get("numbers"))
+        scales = self.weight.scales_of(first, found)
         at = start - first // self.block_rows * self.row_nbytes
         into[:] = scales[at : at + len(into)]
-        self.weight.has_read(len(into))

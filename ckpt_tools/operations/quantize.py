@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from ckpt_tools.engine.quantize import (
     QuantizedCodes,
     QuantizedRows,
     QuantizedScales,
+    Results,
 )
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.registry import Source
@@ -38,7 +39,9 @@ from ckpt_tools.transfer.prove import prove_replicas, sealed_fingerprints
 _FOLDER = "quantized/"  # before the names of computed files; no format looks into it
 _EXPERT = ".experts."
 _ENDING = ".weight"
+_ROUTERS, _ROUTER_ENDINGS = ("gate", "router"), ("_gate", "_router")
 _SHOWN = 3
+_KEPT_BOXES = 1  # of numbers: results are kept instead
 # methods that people ask for, and that need a run of the model on data
 _CALIBRATED = ("gptq", "awq", "smoothquant", "autoround", "aqlm", "spinquant", "static", "nvfp4")
 _ACTIVATIONS = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True}
@@ -78,14 +81,31 @@ with torch.device("meta"):
     make = kind.from_config if kind.__name__.startswith("Auto") else kind._from_config
     options = {"trust_remote_code": False} if kind.__name__.startswith("Auto") else {}
     model = make(config, **options)
-kinds = {n: m for n, m in model.named_modules()}
+kinds = dict(model.named_modules())
 head = model.get_output_embeddings()
-heads = [n for n, m in kinds.items() if m is head]
+memory = {
+    n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in model.state_dict().items()
+}
+files = memory
+try:
+    from transformers.core_model_loading import revert_weight_conversion
+    files = revert_weight_conversion(model, dict(memory))
+except ImportError:  # before release 5, the names are the same
+    pass
+whose = {t.untyped_storage()._cdata: n for n, t in memory.items()}
+same = {}
+for name, t in files.items():
+    of = whose.get(t.untyped_storage()._cdata)
+    if of is not None and name.endswith(".weight") and t.shape == memory[of].shape:
+        same[name.removesuffix(".weight")] = of.removesuffix(".weight")
+linear = {n for n, m in kinds.items() if type(m) is torch.nn.Linear and m is not head}
+tables = {n for n, m in kinds.items() if isinstance(m, torch.nn.Embedding)}
 print(json.dumps({
-    "linear": [n for n, m in kinds.items() if type(m) is torch.nn.Linear and m is not head],
-    "heads": heads,
-    "tables": [n for n, m in kinds.items() if isinstance(m, torch.nn.Embedding)],
-    "others": [n for n, m in kinds.items() if type(m) is not torch.nn.Linear or m is head],
+    "linear": sorted({n for n, of in same.items() if of in linear} | linear),
+    "tables": sorted({n for n, of in same.items() if of in tables} | tables),
+    "heads": [n for n, m in kinds.items() if m is head],
+    "others": sorted(kinds.keys() - linear),
+    "memory": {n: of for n, of in same.items() if n != of},
 }))
 """
 
@@ -117,7 +137,8 @@ class Quantization:
         numbers: of what is read: the same model, before.
         weights: by the name of the weight, its rows.
         notes: for the report.
-        left: modules with matrices that are not quantized, for the config.
+        left: modules with matrices that are not quantized, for the config: their names in files,
+            and those in memory.
         formulas: by the name of the computed file.
     """
 
@@ -132,7 +153,10 @@ class Quantization:
     def over(self, source: Source) -> Source:
         """Returns a source whose store computes codes and scales."""
         return replace(
-            source, store=ComputedStore(source.store, self.formulas, lambda: self._begin(source))
+            source,
+            store=ComputedStore(
+                source.store, self.formulas, lambda: self._begin(source), _KEPT_BOXES
+            ),
         )
 
     def _begin(self, source: Source) -> PartsReading:
@@ -154,11 +178,19 @@ class Quantization:
 
         Raises:
             IntegrityError: they are not what was written.
+            PlanError: a weight has numbers that have no codes.
         """
         store = source.store
         assert isinstance(store, ComputedStore)
         below = replace(source, store=store.inner)
         prove_parts(store, below, self.numbers, self.weights, group)
+        with group.phase("quantize"):
+            for name, rows in self.weights.items():
+                for problem in rows.problems.values():
+                    raise PlanError(
+                        f"a weight {problem}: {printable(name)!r}",
+                        hint="--keep-dtype NAME writes it as it is; ckpt stats shows such numbers",
+                    )
 
     def errors(self, group: Group) -> dict[str, float]:
         """Returns the relative error of each weight: the norm of all errors over its own.
@@ -173,7 +205,7 @@ class Quantization:
         return {
             name: math.sqrt(
                 sum(error for error, _ in found[name].values())
-                / (sum(norm for _, norm in found[name].values()) or 1.0)
+                / (sum(norm for _, norm in found[name].values()) or math.inf)
             )
             for name in self.weights
             if name in found
@@ -217,7 +249,8 @@ def quantize(
 ) -> Quantization:
     """Plans codes and scales for the linear layers of a model.
 
-    The output layer, embeddings, routers and norms stay as they are.
+    Embeddings, norms, routers, and what lies outside the numbered layers stay as they are, such as
+    output layers.
 
     Args:
         catalog: the model, under the names of files on the Hub.
@@ -246,65 +279,87 @@ def quantize(
             " this and no GPU",
         )
     linear, others, tables = (set(layers[key]) for key in ("linear", "others", "tables"))
-    chosen, uneven, misfits = [], list[str](), list[str]()
-    left = [*map(str, layers["heads"])]  # also one that is tied, and not in the files
+    chosen, misfits = list[TensorEntry](), list[str]()
+    left = dict.fromkeys(map(str, layers["heads"]))  # also one that is tied, and not in the files
     for fqn, entry in catalog.tensors.items():
-        module, is_weight = fqn.removesuffix(_ENDING), fqn.endswith(_ENDING)
+        is_weight = fqn.endswith(_ENDING)
+        module = fqn.removesuffix(_ENDING) if is_weight else fqn.rpartition(".")[0]
         if len(entry.shape) < 2 or module in tables:
             continue
-        is_expert = _EXPERT in module and module not in others
-        is_linear = is_weight and len(entry.shape) == 2 and (module in linear or is_expert)
+        is_layer = module in linear or (_EXPERT in module and module not in others)
+        is_linear = is_weight and len(entry.shape) == 2 and is_layer and not _is_apart(module)
         is_number = entry.dtype.is_castable and whole(entry.shape).numel > 0
         if not is_linear or not is_number or is_kept(fqn):
-            left.append(module if is_weight else fqn.rpartition(".")[0])
-        elif method.per_byte > 1 and entry.shape[1] % method.columns:
+            left[module] = None
+        elif _is_misfit(entry, method):
             misfits.append(fqn)
-            left.append(module)
+            left[module] = None
         else:
             chosen.append(entry)
-            uneven += [fqn] if _is_uneven(entry, method) else []
     if not chosen:
         raise PlanError(
             f"--quantize {method.name}: no weight of a linear layer is there to quantize",
-            hint=f"{len(misfits)} have a number of columns that {method.columns} does not divide"
+            hint=f"{_misfit_reason(method)}: {_some(misfits)}"
             if misfits
-            else "ckpt inspect --tree lists the names; is it the config of these weights?",
+            else "is it the config of these weights, with its architectures? Layers of other"
+            " classes than torch's Linear, such as the Conv1D of GPT-2, are not quantized",
         )
-    return _planned(
-        catalog, method, chosen, left, _notes(chosen, left, uneven, misfits, method), dtype_of
-    )
+    above = {name[:at] for e in chosen for name in [e.fqn] for at in _dots(name)}
+    names = [name for name in left if name and name not in above]  # a name means all that is below it
+    memory: Mapping[str, str] = layers["memory"]
+    told = [*dict.fromkeys([*names, *(memory[n] for n in names if n in memory)])]
+    notes = _notes(chosen, names, misfits, method)
+    fused = [fqn for fqn, t in catalog.tensors.items() if "experts" in fqn and len(t.shape) > 2]
+    if fused and method.name in _WEIGHTS:
+        notes.append(
+            f"experts that are one tensor stay as they are: {_some(fused)}; transformers 5.24"
+            " loads those of gpt-oss beside codes, and not those of Llama 4"
+        )
+    return _planned(catalog, method, chosen, told, notes, dtype_of)
 
 
-def _is_uneven(entry: TensorEntry, method: Method) -> bool:
-    blocks = zip(entry.shape, (method.rows, method.columns), strict=True)
-    return method.rows > 1 and any(dim % block for dim, block in blocks)
+def _dots(name: str) -> Iterator[int]:
+    return (at for at, character in enumerate(name) if character == ".")
+
+
+def _is_apart(module: str) -> bool:
+    """Tells whether a linear layer is a router, or outside the numbered layers, as outputs are."""
+    parts = module.split(".")
+    is_router = any(part in _ROUTERS or part.endswith(_ROUTER_ENDINGS) for part in parts)
+    return is_router or not any(part.isdecimal() for part in parts[:-1])
+
+
+def _is_misfit(entry: TensorEntry, method: Method) -> bool:
+    """Tells whether a weight ends within a block.
+
+    Of blocks of rows and columns, transformers without a GPU takes the size from the number of
+    scales. So it reads other numbers if several blocks do not fill the weight.
+    """
+    rows, columns = entry.shape
+    if method.rows == 1:
+        return bool(method.columns and columns % method.columns)
+    blocks = (rows, method.rows), (columns, method.columns)
+    return any(dim > block and dim % block for dim, block in blocks)
+
+
+def _misfit_reason(method: Method) -> str:
+    block = f"{method.columns} columns" if method.rows == 1 else f"{method.rows} rows or columns"
+    return f"not quantized, since blocks of {block} do not fill them"
 
 
 def _notes(
-    chosen: Sequence[TensorEntry],
-    left: Sequence[str],
-    uneven: Sequence[str],
-    misfits: Sequence[str],
-    method: Method,
+    chosen: Sequence[TensorEntry], left: Sequence[str], misfits: Sequence[str], method: Method
 ) -> list[str]:
     notes = [f"quantized: {len(chosen):,} weights of linear layers ({method.name})"]
     if left:
-        notes.append(f"not quantized: {_some([*dict.fromkeys(left)])}")
+        notes.append(f"not quantized: {_some(left)}")
+    if misfits:
+        notes.append(f"{_misfit_reason(method)}: {_some(misfits)}")
     experts = [entry.fqn for entry in chosen if _EXPERT in entry.fqn]
     if experts and method.name == "int8-channel":
         notes.append(
             f"{len(experts):,} of them are weights of experts, which transformers 5.24 does not"
             " load from int8"
-        )
-    if misfits:
-        notes.append(
-            f"not quantized, since {method.columns} does not divide their columns: {_some(misfits)}"
-        )
-    if uneven:
-        notes.append(
-            f"{len(uneven):,} weights end within a block of {method.rows} x {method.columns}, as"
-            f" some of DeepSeek do; not every program loads them: {_some(uneven)};"
-            " --keep-dtype NAME leaves one as it is"
         )
     return notes
 
@@ -324,14 +379,14 @@ def _planned(
 ) -> Quantization:
     """Returns the plan for the chosen weights."""
     tensors, weights = dict[str, TensorEntry](), dict[str, QuantizedRows]()
-    formulas, sizes = dict[str, Formula](), dict(catalog.file_sizes)
+    formulas, sizes, results = dict[str, Formula](), dict(catalog.file_sizes), Results()
     by_name = {entry.fqn: entry for entry in chosen}
     for fqn, entry in catalog.tensors.items():
         if fqn not in by_name:
             tensors[fqn] = entry
             continue
         scales = BY_NAME[method.scales] if method.scales else dtype_of(entry)
-        rows = QuantizedRows(fqn, Part(fqn, entry.shape, entry.dtype), method, scales)
+        rows = QuantizedRows(fqn, Part(fqn, entry.shape, entry.dtype), method, scales, results)
         weights[fqn] = rows
         names = tuple(f"{fqn}{ending}" for ending in method.endings)
         taken = [name for name in names if name != fqn and name in catalog.tensors]

@@ -11,6 +11,7 @@ from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
 from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
 from ckpt_tools.engine.sinks import HashSink
+from ckpt_tools.errors import IntegrityError, printable
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.publish.sealed_source import checked_manifest
 from ckpt_tools.ranks.base import Group
@@ -45,6 +46,13 @@ def prove_parts(
     read = set().union(*group.all_gather(set(alone), "prove quantized weights"))
     reading.fingerprints.share(group)
     joined = reading.fingerprints.join()
+    with group.phase("prove quantized weights"):
+        if differing := reading.fingerprints.differing():
+            raise IntegrityError(
+                f"bytes were read twice, and differ: {printable(differing[0])!r} in"
+                f" {printable(source.path)}",
+                hint="if the network did it, another try is right; else look at the disk",
+            )
     rest = [n for n in needed if n not in joined or n not in read]
     tiles = tile_bytes(DEFAULT_MEMORY_BYTES, 1)
     with group.phase("prove quantized weights"):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file
 
 import ckpt_tools
@@ -27,17 +30,16 @@ GATE = "model.layers.0.mlp.gate_proj"
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def wide(hidden: int = 256, rows: int = 384, **more: Any) -> Any:
+def wide(hidden: int = 256, rows: int = 384, layers: int = 2) -> Any:
     torch.manual_seed(2)
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=hidden,
         intermediate_size=rows,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         tie_word_embeddings=False,
-        **more,
     )
     return transformers.LlamaForCausalLM(config).eval()
 
@@ -301,7 +303,7 @@ def test_experts_are_quantized_and_routers_are_not(tmp_path: Path) -> None:
     assert got["model.layers.0.mlp.gate.weight"].dtype == torch.bfloat16
     said = json.loads((tmp_path / "out fp8-block" / "config.json").read_text())
     left = said["quantization_config"]["modules_to_not_convert"]
-    assert left == ["lm_head", "model.layers.0.mlp.gate"]  # the output layer is tied, and not there
+    assert left == ["lm_head", "model.layers.0.mlp.gate"]  # the output layer is tied, so not there
     again, info = type(model).from_pretrained(
         tmp_path / "out fp8-block", dtype=torch.bfloat16, output_loading_info=True
     )
@@ -398,19 +400,137 @@ def test_weights_can_stay_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_fits_no_blocks_is_told(tmp_path: Path) -> None:
+def test_what_does_not_fill_blocks_stays_and_is_told(tmp_path: Path) -> None:
+    src, base_dir = saved(wide(hidden=256, rows=208), tmp_path)
+    for method, why in (("fp8-block", "128 rows or columns"), ("mxfp4", "32 columns")):
+        out = tmp_path / method
+        told = ckpt_tools.convert(src, out, to="hf", base=base_dir, quantize=method)
+        note = next(note for note in told.notes if "do not fill them" in note)
+        assert why in note
+        assert "model.layers.0.mlp.down_proj.weight" in note
+        assert loaded(out)["model.layers.0.mlp.down_proj.weight"].dtype == torch.bfloat16
+        said = json.loads((out / "config.json").read_text())["quantization_config"]
+        left = said.get("ignore", said.get("modules_to_not_convert"))
+        assert "model.layers.1.mlp.down_proj" in left
+    # one block that is not full is one scale
+    src, base_dir = saved(wide(hidden=64, rows=48), tmp_path)
+    got = quantized(src, base_dir, "fp8-block")
+    assert got[f"{GATE}.weight_scale_inv"].shape == (1, 1)
     src, base_dir = saved(wide(hidden=80, rows=48), tmp_path)
-    told = ckpt_tools.convert(src, tmp_path / "a", to="hf", base=base_dir, quantize="fp8-block")
-    assert any("14 weights end within a block of 128 x 128" in note for note in told.notes)
     with pytest.raises(PlanError, match="no weight of a linear layer") as caught:
         ckpt_tools.convert(src, tmp_path / "b", to="hf", base=base_dir, quantize="mxfp4")
-    assert "14 have a number of columns that 32 does not divide" in str(caught.value.hint)
-    src, base_dir = saved(wide(hidden=64, rows=48), tmp_path)
-    told = ckpt_tools.convert(src, tmp_path / "c", to="hf", base=base_dir, quantize="mxfp4")
-    note = next(note for note in told.notes if "does not divide" in note)
-    assert "model.layers.0.mlp.down_proj.weight" in note
-    said = json.loads((tmp_path / "c" / "config.json").read_text())["quantization_config"]
-    assert "model.layers.1.mlp.down_proj" in said["ignore"]
+    assert "32 columns do not fill them: model.layers.0" in str(caught.value.hint)
+
+
+class Flipping(MemoryFileSystem):
+    """A store of which each part comes with a flipped bit when it is first read."""
+
+    protocol, store, pseudo_dirs = "flipping", {}, [""]
+    wrong: ClassVar[dict[tuple[str, int], int]] = {}
+
+    def cat_file(self, path: str, start: Any = None, end: Any = None, **more: Any) -> bytes:
+        data = bytearray(super().cat_file(path, start=start, end=end, **more))
+        key = path, start or 0
+        if len(data) > 30_000 and key not in self.wrong:
+            data[len(data) // 3] ^= 0x40
+            self.wrong[key] = len(data)
+        return bytes(data)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.removeprefix("flipping://").strip("/")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fp8-channel", "mxfp4"])
+def test_a_second_attempt_computes_everything_anew(
+    method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = wide(hidden=4096, rows=2080, layers=1)  # units and parts of files end apart
+    _, base_dir = saved(model, tmp_path)
+    ckpt_tools.convert(base_dir, tmp_path / "sealed", to="hf", base=base_dir)
+    want = quantized(tmp_path / "sealed", base_dir, method, jobs=1)
+    fsspec.register_implementation("flipping", Flipping, clobber=True)
+    fs = fsspec.filesystem("flipping")
+    for file in (tmp_path / "sealed").iterdir():
+        fs.pipe(f"/{method}/{file.name}", file.read_bytes())
+    Flipping.wrong.clear()
+    out = tmp_path / "out"
+    ckpt_tools.convert(f"flipping://{method}", out, to="hf", base=base_dir, quantize=method, jobs=1)
+    assert Flipping.wrong, "no bit was flipped"
+    assert "right when read again" in caplog.text
+    got = loaded(out)
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def config_of(kind: str) -> Any:
+    small: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "image_size": 32,
+        "patch_size": 16,
+        "num_labels": 3,
+        "pad_token_id": 0,
+        "num_experts": 4,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+        "state_size": 16,
+    }
+    return getattr(transformers, f"{kind}Config")(**small)
+
+
+# what is quantized and what stays, in files; one regular expression each
+FAMILIES = {
+    "LlamaForSequenceClassification": ("Llama", r"model\.layers\.0\..*_proj", r"score"),
+    "ViTForImageClassification": (
+        "ViT",
+        r"vit\.encoder\.layer\.0\..*(dense|query|key|value)",
+        r"classifier",
+    ),
+    "Qwen2MoeForCausalLM": (
+        "Qwen2Moe",
+        r"model\.layers\.0\..*_proj",
+        r"lm_head|.*\.mlp\.(gate|shared_expert_gate)",
+    ),
+    "MambaForCausalLM": (
+        "Mamba",
+        r"backbone\.layers\.0\.mixer\.(in|x|dt|out)_proj",
+        r"lm_head|.*mixer\.conv1d",
+    ),
+    "BertForMaskedLM": ("Bert", r"bert\.encoder\.layer\.0\..*(dense|query|key|value)", r"cls\..*"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_linear_layers_are_found_under_the_names_of_files(kind: str, tmp_path: Path) -> None:
+    of, inside, outside = FAMILIES[kind]
+    torch.manual_seed(5)
+    model = getattr(transformers, kind)(config_of(of)).eval()
+    _, base_dir = saved(model, tmp_path)
+    got = quantized(base_dir, base_dir, "fp8-channel")
+    state = loaded(base_dir)
+    seen = [n.removesuffix(".weight_scale") for n in got if n.endswith(".weight_scale")]
+    assert seen
+    assert {n for n in seen if re.fullmatch(inside, n)} == set(seen)
+    linear = [n for n, m in model.named_modules() if type(m) is torch.nn.Linear]
+    apart = [n for n in linear if re.fullmatch(outside, n)]
+    assert len([n for n in seen if ".experts." not in n]) + len(apart) == len(linear)
+    assert all(got[f"{n}.weight"].dtype == F8 for n in seen)
+    assert all(
+        got[n].dtype == state[n].dtype for n in state if n.removesuffix(".weight") not in seen
+    )
+    said = json.loads((base_dir.parent / "out fp8-channel" / "config.json").read_text())
+    ignored = said["quantization_config"]["ignore"]
+    assert set(apart) <= {*ignored}
+    names = {*seen, *linear} - {*apart}
+    assert not [n for n in names for i in ignored if n == i or n.startswith(f"{i}.")]
 
 
 @pytest.mark.parametrize(
