@@ -299,13 +299,15 @@ def quantize(
     if not chosen:
         raise PlanError(
             f"--quantize {method.name}: no weight of a linear layer is there to quantize",
-            hint=f"{_misfit_reason(method)}: {_some(misfits)}"
+            hint=f"{_misfit_reason(method)}: {_some(misfits)}; fp8-channel takes all shapes"
             if misfits
             else "is it the config of these weights, with its architectures? Layers of other"
             " classes than torch's Linear, such as the Conv1D of GPT-2, are not quantized",
         )
     above = {name[:at] for e in chosen for name in [e.fqn] for at in _dots(name)}
-    names = [name for name in left if name and name not in above]  # a name means all that is below it
+    names = [
+        name for name in left if name and name not in above
+    ]  # a name means all that is below it
     memory: Mapping[str, str] = layers["memory"]
     told = [*dict.fromkeys([*names, *(memory[n] for n in names if n in memory)])]
     notes = _notes(chosen, names, misfits, method)
