@@ -311,17 +311,15 @@ class Results:
     """
 
     def __init__(self) -> None:
-        self._units = SharedCache[tuple[str, int], Quantized](
-            _KEPT_BYTES, _KEPT_UNITS, lambda found: len(found.codes)
-        )
-        self._scales = SharedCache[tuple[str, int], Bytes](_KEPT_SCALES, 0, len)
+        self.clear()
 
     def unit(self, key: tuple[str, int], make: Callable[[], Quantized]) -> Quantized:
         """Returns a unit, by its weight and its first row."""
+        scales = self._scales  # of this attempt
 
         def made() -> Quantized:
             found = make()
-            self._scales.get(key, lambda: found.scales)
+            scales.get(key, lambda: found.scales)
             return found
 
         return self._units.get(key, made)
@@ -333,8 +331,10 @@ class Results:
 
     def clear(self) -> None:
         """Forgets everything: the next attempt reads all numbers anew."""
-        self._units.clear()
-        self._scales.clear()
+        self._units = SharedCache[tuple[str, int], Quantized](
+            _KEPT_BYTES, _KEPT_UNITS, lambda found: len(found.codes)
+        )
+        self._scales = SharedCache[tuple[str, int], Bytes](_KEPT_SCALES, 0, len)
 
 
 class QuantizedRows:
@@ -427,13 +427,8 @@ class _OfUnits(Formula):
 
     def first_row(self, start: int) -> int:
         """Returns the first row of numbers of the unit that has a byte."""
-        return (
-            start
-            // self.row_nbytes
-            * self.block_rows
-            // self.weight.unit_rows
-            * (self.weight.unit_rows)
-        )
+        row, rows = start // self.row_nbytes * self.block_rows, self.weight.unit_rows
+        return row // rows * rows
 
 
 class QuantizedCodes(_OfUnits):

@@ -304,10 +304,9 @@ def quantize(
             else "is it the config of these weights, with its architectures? Layers of other"
             " classes than torch's Linear, such as the Conv1D of GPT-2, are not quantized",
         )
-    above = {name[:at] for e in chosen for name in [e.fqn] for at in _dots(name)}
-    names = [
-        name for name in left if name and name not in above
-    ]  # a name means all that is below it
+    # a name in the config means all that is below it
+    above = {entry.fqn[:at] for entry in chosen for at in _dots(entry.fqn)}
+    names = [name for name in left if name and name not in above]
     memory: Mapping[str, str] = layers["memory"]
     told = [*dict.fromkeys([*names, *(memory[n] for n in names if n in memory)])]
     notes = _notes(chosen, names, misfits, method)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ckpt_tools.core.box import Box, flat_start, is_flat
 from ckpt_tools.engine.fingerprints import (
+    Fingerprints,
     HashedRange,
     HashedRanges,
     TensorHashes,
@@ -150,3 +151,17 @@ def test_two_ranks_that_read_other_bytes_of_one_part(sizes: tuple[int, int]) -> 
         rows.append(share_rows(TensorHashes(pieces, shares, {"t": 8}), {"t": 0}))
     found = join_rows(np.concatenate(rows), np.array([8], np.uint64))
     assert found == ({0: None}, {0} if sizes[0] == sizes[1] else set())
+
+
+def test_a_part_that_was_read_twice_with_other_bytes_is_named() -> None:
+    notes = Fingerprints()
+    for name, pieces, shares in (
+        ("same", [(0, 8, 1, 0), (8, 8, 2, 0), (0, 8, 1, 0)], [(0, 4, 5, 7), (0, 4, 5, 7)]),
+        ("piece", [(0, 8, 1, 0), (8, 8, 2, 0), (0, 8, 3, 0)], []),
+        ("share", [], [(0, 4, 5, 7), (0, 4, 6, 7)]),
+        ("boxes", [], [(0, 4, 5, 7), (0, 4, 6, 8)]),  # other elements, so other bytes
+    ):
+        notes.noted.pieces[name] = HashedRanges(HashedRange(*piece) for piece in pieces)
+        notes.noted.shares[name] = HashedRanges(HashedRange(*share) for share in shares)
+        notes.noted.sizes[name] = 16
+    assert notes.differing() == ["piece", "share"]

@@ -20,7 +20,7 @@ def test_numbers_are_those_of_the_own_readers(job: str, tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         cwd=jobs.ROOT,
     )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
