@@ -383,6 +383,24 @@ def test_codes_become_other_codes(tmp_path: Path) -> None:
         quantized(first, first, "int8-channel", dtype="bf16")
 
 
+@pytest.mark.slow
+def test_a_mean_is_quantized(tmp_path: Path) -> None:
+    model, other = wide(), wide()
+    for value in other.parameters():
+        value.data *= 3
+    first, base_dir = saved(model, tmp_path / "a", torch.float32)
+    second, _ = saved(other, tmp_path / "b", torch.float32)
+    out = tmp_path / "out"
+    options: dict[str, Any] = {"to": "hf", "base": base_dir, "quantize": "int8-channel"}
+    ckpt_tools.average([first, second], out, **options)
+    weight = 2 * model.state_dict()[f"{GATE}.weight"]
+    scale = weight.abs().amax(1, keepdim=True) / 127.5
+    got = loaded(out)
+    torch.testing.assert_close(got[f"{GATE}.weight_scale"], scale)
+    want = (weight / got[f"{GATE}.weight_scale"]).round().clamp(-128, 127)
+    assert (got[f"{GATE}.weight"].float() - want).abs().max() <= 1
+
+
 def test_weights_can_stay_as_they_are(tmp_path: Path) -> None:
     src, base_dir = saved(wide(), tmp_path, torch.float32)
     out = tmp_path / "out"

@@ -112,14 +112,16 @@ def convert_source(
 ) -> TransferResult:
     """Writes an opened checkpoint in another layout.
 
-    The arguments are those of `prepare`; `prove` is that of `TransferRequest`.
+    The arguments are those of `prepare`; `prove` is called beside the proof of `prepare`.
     """
     group = how.get("group") or ALONE
     with group.phase("plan the conversion"):
         request, parts, quantization = prepare(
             source, dst, to, how, operation, changes, about, is_unordered
         )
-    result = transfer(request if prove is None else replace(request, prove=prove))
+    if prove is not None:
+        request = replace(request, prove=_all_of(prove, request.prove))
+    result = transfer(request)
     if quantization is not None and not result.is_dry_run:
         result = replace(result, quantization_errors=quantization.errors(group))
     is_model = how.get("model_only") or TARGETS[to].is_model
@@ -213,6 +215,15 @@ def prepare(
         about=about,
     )
     return Prepared(wanted, parts, quantization)
+
+
+def _all_of(*proofs: Callable[[Group], None] | None) -> Callable[[Group], None]:
+    def prove(group: Group) -> None:
+        for proof in proofs:
+            if proof is not None:
+                proof(group)
+
+    return prove
 
 
 def _prove(
