@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.core.plan import plan_values
@@ -47,13 +47,9 @@ def prove_parts(
     reading.fingerprints.share(group)
     joined = reading.fingerprints.join()
     with group.phase("prove quantized weights"):
-        if differing := reading.fingerprints.differing():
-            raise IntegrityError(
-                f"bytes were read twice, and differ: {printable(differing[0])!r} in"
-                f" {printable(source.path)}",
-                hint="if the network did it, another try is right; else look at the disk",
-            )
-    rest = [n for n in needed if n not in joined or n not in read]
+        _refuse_differing(source, reading.fingerprints.differing())
+    stored = [n for n in needed if not catalog.tensors[n].is_computed]  # others prove themselves
+    rest = [n for n in stored if n not in joined or n not in read]
     tiles = tile_bytes(DEFAULT_MEMORY_BYTES, 1)
     with group.phase("prove quantized weights"):
         tensors = [catalog.tensors[n] for n in rest[group.rank :: group.size]]
@@ -62,7 +58,9 @@ def prove_parts(
         sink, watch = HashSink(), CrcWatch(read_whole(plan, located), source.store)
         execute_batches(schedule(plan, located, *tiles), source.store, sink, 1, crc_watch=watch)
         watch.prove({})
-        computed = {**joined, **sink.fingerprints.join()}
+        again = sink.fingerprints.join()
+        _refuse_differing(source, [n for n in again if joined.get(n, again[n]) != again[n]])
+        computed = {**joined, **again}
         manifest, every = checked_manifest(source), plan_values(catalog.tensors[n] for n in needed)
         prove_fingerprints(source, sealed_fingerprints(manifest, source, catalog, every), computed)
         proofs = stretch_proofs(manifest, source, catalog, every)
@@ -72,3 +70,13 @@ def prove_parts(
     with group.phase("prove quantized weights"):
         prove_stretches(source, proofs, computed)
         prove_apart(source, proofs, proofs.apart[group.rank :: group.size], 1, tiles)
+
+
+def _refuse_differing(source: Source, names: Sequence[str]) -> None:
+    """Refuses tensors of which two reads differ: results may be of the wrong one."""
+    if names:
+        raise IntegrityError(
+            f"bytes were read twice, and differ: {printable(names[0])!r} in"
+            f" {printable(source.path)}",
+            hint="if the network did it, another try is right; else look at the disk",
+        )
