@@ -69,7 +69,7 @@ class ComputedStore(Overlay):
         Args:
             inner: the store of the checkpoint.
             formulas: by the name of the file that has the results.
-            begin: called once before anything is read.
+            begin: called before anything is read, and again after `close`.
             kept_boxes: at least so many boxes stay in memory for other results.
         """
         super().__init__(inner, {})
@@ -147,8 +147,6 @@ class ComputedStore(Overlay):
         with self._lock:
             self._boxes = None  # a second try reads everything again
             self._announced.clear()
-            for formula in self._formulas.values():
-                formula.forget()
         self.inner.close()
 
 

@@ -84,9 +84,6 @@ class Formula(ABC):
             into: room for them.
         """
 
-    def forget(self) -> None:  # noqa: B027
-        """Forgets results that are kept: what comes next reads everything again."""
-
 
 def value_of(part: Part, data: Bytes, sizes: Sequence[int]) -> npt.NDArray[Any]:
     """Returns the elements of a box of a part, as `Found` has them."""

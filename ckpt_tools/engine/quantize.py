@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -107,7 +107,6 @@ class Method:
         codes, scales: types of what is stored; "" for scales of the type of the other weights.
         endings: what follows the name of the weight in those of the codes and the scales.
         rows, columns: of a block with one scale; 0 for all columns.
-        per_byte: codes in a byte.
         bits: of a code.
         scheme: see `core.quantized`.
         compute: quantizes whole blocks of rows, `[n, columns]`; the type is that of the scales.
@@ -122,7 +121,6 @@ class Method:
     bits: int
     scheme: str
     compute: Callable[[Singles, DType], Quantized]
-    per_byte: int = 1
 
 
 class _Totals:
@@ -255,49 +253,48 @@ METHODS = {
     method.name: method
     for method in (
         Method(
-            "fp8-block",
-            "float8_e4m3fn",
-            "float32",
-            ("", "_scale_inv"),
-            128,
-            128,
-            8,
-            "fp8 with scales of blocks",
-            _fp8_blocks,
+            name="fp8-block",
+            codes="float8_e4m3fn",
+            scales="float32",
+            endings=("", "_scale_inv"),
+            rows=128,
+            columns=128,
+            bits=8,
+            scheme="fp8 with scales of blocks",
+            compute=_fp8_blocks,
         ),
         Method(
-            "fp8-channel",
-            "float8_e4m3fn",
-            "",
-            ("", "_scale"),
-            1,
-            0,
-            8,
-            "codes with scales",
-            lambda numbers, kind: _channels(numbers, kind, True),
+            name="fp8-channel",
+            codes="float8_e4m3fn",
+            scales="",
+            endings=("", "_scale"),
+            rows=1,
+            columns=0,
+            bits=8,
+            scheme="codes with scales",
+            compute=partial(_channels, is_float=True),
         ),
         Method(
-            "int8-channel",
-            "int8",
-            "",
-            ("", "_scale"),
-            1,
-            0,
-            8,
-            "codes with scales",
-            lambda numbers, kind: _channels(numbers, kind, False),
+            name="int8-channel",
+            codes="int8",
+            scales="",
+            endings=("", "_scale"),
+            rows=1,
+            columns=0,
+            bits=8,
+            scheme="codes with scales",
+            compute=partial(_channels, is_float=False),
         ),
         Method(
-            "mxfp4",
-            "uint8",
-            "uint8",
-            ("_packed", "_scale"),
-            1,
-            32,
-            4,
-            "compressed-tensors, packed",
-            _mxfp4,
-            per_byte=2,
+            name="mxfp4",
+            codes="uint8",
+            scales="uint8",
+            endings=("_packed", "_scale"),
+            rows=1,
+            columns=32,
+            bits=4,
+            scheme="compressed-tensors, packed",
+            compute=_mxfp4,
         ),
     )
 }
@@ -356,7 +353,7 @@ class QuantizedRows:
         self.results = results
         self.rows, self.columns = part.shape
         wide = -(-self.columns // method.columns) if method.columns else 1
-        self.code_shape = self.rows, self.columns // method.per_byte
+        self.code_shape = self.rows, self.columns * method.bits // 8
         self.scale_shape = -(-self.rows // method.rows), wide
         usual = _UNIT_NUMEL // self.columns // method.rows * method.rows
         self.unit_rows = max(method.rows, usual)
@@ -421,9 +418,6 @@ class _OfUnits(Formula):
         high = min(self.shape[0], low + rows)
         start, stop = low * self.row_nbytes, high * self.row_nbytes
         return Unit(start, stop, {"numbers": self.weight.box(low * self.block_rows)})
-
-    def forget(self) -> None:
-        self.weight.results.clear()
 
     def first_row(self, start: int) -> int:
         """Returns the first row of numbers of the unit that has a byte."""

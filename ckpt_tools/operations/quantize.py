@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_tools.core.box import whole
@@ -30,7 +30,9 @@ from ckpt_tools.engine.quantize import (
 )
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.registry import Source
-from ckpt_tools.operations.convert.child_process import ask
+from ckpt_tools.operations.convert.huggingface import read_config
+from ckpt_tools.operations.convert.model_names import some
+from ckpt_tools.operations.convert.transformers_names import ModelNames, ask_transformers
 from ckpt_tools.publish.sealed_source import checked_manifest
 from ckpt_tools.ranks.base import Group
 from ckpt_tools.transfer.computed import prove_parts
@@ -40,10 +42,9 @@ _FOLDER = "quantized/"  # before the names of computed files; no format looks in
 _EXPERT = ".experts."
 _ENDING = ".weight"
 _ROUTERS, _ROUTER_ENDINGS = ("gate", "router"), ("_gate", "_router")
-_SHOWN = 3
 _KEPT_BOXES = 1  # of numbers: results are kept instead
 # methods that people ask for, and that need a run of the model on data
-_CALIBRATED = ("gptq", "awq", "smoothquant", "autoround", "aqlm", "spinquant", "static", "nvfp4")
+_CALIBRATED = ("gptq", "awq", "smoothquant", "autoround", "aqlm", "spinquant", "static")
 _ACTIVATIONS = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True}
 _WEIGHTS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "fp8-channel": (
@@ -68,46 +69,6 @@ _WEIGHTS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
         None,
     ),
 }
-_LAYERS = """
-import json, sys
-import torch, transformers
-asked = json.loads(open(sys.argv[1]).read())
-config = transformers.AutoConfig.from_pretrained(
-    asked["base"], trust_remote_code=False, local_files_only=True
-)
-config.__dict__.pop("quantization_config", None)
-kind = find_class(asked["architectures"])
-with torch.device("meta"):
-    make = kind.from_config if kind.__name__.startswith("Auto") else kind._from_config
-    options = {"trust_remote_code": False} if kind.__name__.startswith("Auto") else {}
-    model = make(config, **options)
-kinds = dict(model.named_modules())
-head = model.get_output_embeddings()
-memory = {
-    n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in model.state_dict().items()
-}
-files = memory
-try:
-    from transformers.core_model_loading import revert_weight_conversion
-    files = revert_weight_conversion(model, dict(memory))
-except ImportError:  # before release 5, the names are the same
-    pass
-whose = {t.untyped_storage()._cdata: n for n, t in memory.items()}
-same = {}
-for name, t in files.items():
-    of = whose.get(t.untyped_storage()._cdata)
-    if of is not None and name.endswith(".weight") and t.shape == memory[of].shape:
-        same[name.removesuffix(".weight")] = of.removesuffix(".weight")
-linear = {n for n, m in kinds.items() if type(m) is torch.nn.Linear and m is not head}
-tables = {n for n, m in kinds.items() if isinstance(m, torch.nn.Embedding)}
-print(json.dumps({
-    "linear": sorted({n for n, of in same.items() if of in linear} | linear),
-    "tables": sorted({n for n, of in same.items() if of in tables} | tables),
-    "heads": [n for n, m in kinds.items() if m is head],
-    "others": sorted(kinds.keys() - linear),
-    "memory": {n: of for n, of in same.items() if n != of},
-}))
-"""
 
 
 def method_of(name: str) -> Method:
@@ -129,17 +90,18 @@ def method_of(name: str) -> Method:
 
 @dataclass(frozen=True)
 class Quantization:
-    """A model that is to be written with codes and scales.
+    """The plan to write a model with codes and scales.
 
     Attributes:
         method: how.
-        catalog: of what is written.
-        numbers: of what is read: the same model, before.
+        catalog: the tensors to write.
+        numbers: the same model before, which is read.
         weights: by the name of the weight, its rows.
         notes: for the report.
         left: modules with matrices that are not quantized, for the config: their names in files,
             and those in memory.
         formulas: by the name of the computed file.
+        results: what is kept of an attempt.
     """
 
     method: Method
@@ -148,7 +110,8 @@ class Quantization:
     weights: Mapping[str, QuantizedRows]
     notes: Sequence[str]
     left: Sequence[str]
-    formulas: Mapping[str, Formula] = field(default_factory=dict)
+    formulas: Mapping[str, Formula]
+    results: Results
 
     def over(self, source: Source) -> Source:
         """Returns a source whose store computes codes and scales."""
@@ -160,6 +123,7 @@ class Quantization:
         )
 
     def _begin(self, source: Source) -> PartsReading:
+        self.results.clear()  # those of an attempt that read wrong bytes
         entries = [self.numbers.tensors[name] for name in self.weights]
         plan = plan_values(entries)
         sealed = sealed_fingerprints(checked_manifest(source), source, self.numbers, plan)
@@ -212,7 +176,7 @@ class Quantization:
         }
 
     def config(self) -> dict[str, Any]:
-        """Returns the `quantization_config` for transformers and vLLM."""
+        """Returns the `quantization_config` for transformers."""
         left = list(self.left)
         if self.method.name not in _WEIGHTS:
             return {
@@ -243,7 +207,6 @@ def quantize(
     catalog: Catalog,
     method: Method,
     base: str | os.PathLike[str],
-    config: Mapping[str, Any],
     is_kept: Callable[[str], bool],
     dtype_of: Callable[[TensorEntry], DType],
 ) -> Quantization:
@@ -256,7 +219,6 @@ def quantize(
         catalog: the model, under the names of files on the Hub.
         method: how.
         base: the directory of the config.
-        config: its contents.
         is_kept: tells by name which tensors stay as they are.
         dtype_of: the type of a tensor that stays. Scales of channels have that of their weight.
 
@@ -268,38 +230,33 @@ def quantize(
             f"--quantize is for numbers, and these weights are codes: {described(there)}",
             hint="--dtype bf16 turns them into numbers first",
         )
-    layers, reason = ask(
-        _LAYERS, {"base": os.path.abspath(base), "architectures": config.get("architectures")}
-    )
-    if layers is None:
+    model, reason = ask_transformers(base, read_config(base))
+    if model is None:
         raise PlanError(
             "--quantize: transformers cannot say which layers of the config's model are linear:"
             f" {printable(reason)} ({printable(os.fspath(base))})",
             hint="is transformers installed, and does it know this model? It needs no weights for"
             " this and no GPU",
         )
-    linear, others, tables = (set(layers[key]) for key in ("linear", "others", "tables"))
     chosen, misfits = list[TensorEntry](), list[str]()
-    left = dict.fromkeys(map(str, layers["heads"]))  # also one that is tied, and not in the files
+    left = dict.fromkeys(sorted(model.outputs))  # also one that is tied, and not in the files
+    memory = dict[str, str]()  # the modules in memory of those that stay, where names differ
     for fqn, entry in catalog.tensors.items():
-        is_weight = fqn.endswith(_ENDING)
-        module = fqn.removesuffix(_ENDING) if is_weight else fqn.rpartition(".")[0]
-        if len(entry.shape) < 2 or module in tables:
+        module, own = _module_of(fqn), model.whole_of(fqn)
+        if len(entry.shape) < 2 or (own is not None and _module_of(own) in model.tables):
             continue
-        is_layer = module in linear or (_EXPERT in module and module not in others)
-        is_linear = is_weight and len(entry.shape) == 2 and is_layer and not _is_apart(module)
-        is_number = entry.dtype.is_castable and whole(entry.shape).numel > 0
-        if not is_linear or not is_number or is_kept(fqn):
-            left[module] = None
-        elif _is_misfit(entry, method):
+        if _is_linear(fqn, entry, own, model) and not is_kept(fqn):
+            if not _is_misfit(entry, method):
+                chosen.append(entry)
+                continue
             misfits.append(fqn)
-            left[module] = None
-        else:
-            chosen.append(entry)
+        left[module] = None
+        if own is not None:
+            memory[module] = _module_of(own)
     if not chosen:
         raise PlanError(
             f"--quantize {method.name}: no weight of a linear layer is there to quantize",
-            hint=f"{_misfit_reason(method)}: {_some(misfits)}; fp8-channel takes all shapes"
+            hint=f"{_misfit_reason(method)}: {some(misfits)}; fp8-channel takes all shapes"
             if misfits
             else "is it the config of these weights, with its architectures? Layers of other"
             " classes than torch's Linear, such as the Conv1D of GPT-2, are not quantized",
@@ -307,20 +264,35 @@ def quantize(
     # a name in the config means all that is below it
     above = {entry.fqn[:at] for entry in chosen for at in _dots(entry.fqn)}
     names = [name for name in left if name and name not in above]
-    memory: Mapping[str, str] = layers["memory"]
     told = [*dict.fromkeys([*names, *(memory[n] for n in names if n in memory)])]
-    notes = _notes(chosen, names, misfits, method)
     fused = [fqn for fqn, t in catalog.tensors.items() if "experts" in fqn and len(t.shape) > 2]
-    if fused and method.name in _WEIGHTS:
-        notes.append(
-            f"experts that are one tensor stay as they are: {_some(fused)}; transformers 5.24"
-            " loads those of gpt-oss beside codes, and not those of Llama 4"
-        )
+    notes = _notes(chosen, names, misfits, fused, method)
     return _planned(catalog, method, chosen, told, notes, dtype_of)
 
 
 def _dots(name: str) -> Iterator[int]:
     return (at for at, character in enumerate(name) if character == ".")
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _is_linear(fqn: str, entry: TensorEntry, own: str | None, model: ModelNames) -> bool:
+    """Tells whether a tensor is the weight of a linear layer in a numbered layer, or of an expert.
+
+    Args:
+        fqn, entry: the tensor.
+        own: what it is in memory; None for one of several experts, which memory has as one tensor.
+        model: what transformers tells.
+    """
+    module = _module_of(fqn)
+    is_number = entry.dtype.is_castable and whole(entry.shape).numel > 0
+    if not fqn.endswith(_ENDING) or len(entry.shape) != 2 or not is_number or _is_apart(module):
+        return False
+    if own is None:
+        return fqn in model.files and _EXPERT in module
+    return _module_of(own) in model.linear - model.outputs
 
 
 def _is_apart(module: str) -> bool:
@@ -349,25 +321,29 @@ def _misfit_reason(method: Method) -> str:
 
 
 def _notes(
-    chosen: Sequence[TensorEntry], left: Sequence[str], misfits: Sequence[str], method: Method
+    chosen: Sequence[TensorEntry],
+    left: Sequence[str],
+    misfits: Sequence[str],
+    fused: Sequence[str],
+    method: Method,
 ) -> list[str]:
     notes = [f"quantized: {len(chosen):,} weights of linear layers ({method.name})"]
     if left:
-        notes.append(f"not quantized: {_some(left)}")
+        notes.append(f"not quantized: {some(left)}")
     if misfits:
-        notes.append(f"{_misfit_reason(method)}: {_some(misfits)}")
+        notes.append(f"{_misfit_reason(method)}: {some(misfits)}")
     experts = [entry.fqn for entry in chosen if _EXPERT in entry.fqn]
     if experts and method.name == "int8-channel":
         notes.append(
             f"{len(experts):,} of them are weights of experts, which transformers 5.24 does not"
             " load from int8"
         )
+    if fused and method.name in _WEIGHTS:
+        notes.append(
+            f"experts that are one tensor stay as they are: {some(fused)}; transformers 5.24"
+            " loads those of gpt-oss beside codes, and not those of Llama 4"
+        )
     return notes
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    return f"{printable(', '.join(names[:_SHOWN]))}{more}"
 
 
 def _planned(
@@ -410,4 +386,4 @@ def _planned(
                 is_computed=True,
             )
     shown = replace(catalog, tensors=tensors, file_sizes=sizes)
-    return Quantization(method, shown, catalog, weights, notes, [*dict.fromkeys(left)], formulas)
+    return Quantization(method, shown, catalog, weights, notes, left, formulas, results)

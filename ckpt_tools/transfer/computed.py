@@ -29,7 +29,7 @@ def prove_parts(
     Args:
         store: has computed the tensors.
         source: the checkpoint that it reads.
-        catalog: of what it reads: the stored tensors, or views of them.
+        catalog: the tensors that it reads: stored ones, or views of them.
         names: of the tensors in `catalog` that were needed.
         group: all ranks. Each calls it.
 

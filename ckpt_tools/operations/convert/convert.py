@@ -198,7 +198,7 @@ def prepare(
     )
     accept = check_loads if how.get("check") else None
     read = numbers.stored.with_memory_files(layout.memory_file.files)
-    below = catalog  # what is read of it
+    below = catalog  # before weights are quantized
     if quantization is not None:
         read, below = quantization.over(read), quantization.numbers
     wanted = TransferRequest(

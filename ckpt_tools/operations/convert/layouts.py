@@ -219,7 +219,7 @@ class TargetLayout:
                 base, config, catalog, is_part, is_partial, saved
             )
             if (name := self.how.get("quantize")) is not None:
-                catalog = self._quantized(catalog, name, base, config)
+                catalog = self._quantized(catalog, name, base)
                 assert self.quantization is not None
                 config = {**config, "quantization_config": self.quantization.config()}
                 files["config.json"] = render_config(config, base)
@@ -229,13 +229,11 @@ class TargetLayout:
             replace(shards(self._targets(catalog), most, ""), files=files),
         )
 
-    def _quantized(
-        self, catalog: Catalog, name: str, base: Path_, config: Mapping[str, Any]
-    ) -> Catalog:
+    def _quantized(self, catalog: Catalog, name: str, base: Path_) -> Catalog:
         """Returns the catalog with codes and scales in the place of weights, and notes it."""
         catalog = replace(catalog, file_sizes=self.source.catalog.file_sizes)
         check_catalog(catalog, shares=True)
-        found = quantize(catalog, method_of(name), base, config, self._is_kept, self._dtype)
+        found = quantize(catalog, method_of(name), base, self._is_kept, self._dtype)
         self.quantization = found
         self.parts.notes += found.notes
         return found.catalog

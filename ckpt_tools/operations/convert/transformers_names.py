@@ -115,6 +115,9 @@ print(json.dumps({
     "unsure": unsure,
     "joined": joined,
     "tied": [names for names in same.values() if len(names) > 1],
+    "linear": [n for n, m in model.named_modules() if type(m) is torch.nn.Linear],
+    "tables": [n for n, m in model.named_modules() if isinstance(m, torch.nn.Embedding)],
+    "outputs": [n for n, m in model.named_modules() if m is model.get_output_embeddings()],
 }))
 """
 
@@ -130,6 +133,8 @@ class ModelNames:
         lost: tensors in files that are not made of elements of tensors in memory.
         unsure: tensors in memory that some files have transposed, under the same name.
         tied: sets of names in memory that are one tensor.
+        linear, tables, outputs: modules in memory: those of torch's class `Linear`, embeddings, and
+            what gives the logits.
     """
 
     release: str
@@ -139,10 +144,21 @@ class ModelNames:
     lost: tuple[str, ...] = ()
     unsure: tuple[str, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
+    linear: frozenset[str] = frozenset()
+    tables: frozenset[str] = frozenset()
+    outputs: frozenset[str] = frozenset()
+
+    def whole_of(self, name: str) -> str | None:
+        """Returns the tensor in memory of which one in files is all, unchanged; None if none is."""
+        relations = self.relations.get(name, ())
+        if len(relations) != 1:
+            return None
+        left = relations[0].left.name
+        return left if is_whole(relations[0], self.files[name], self.memory[left]) else None
 
     def from_memory(self) -> dict[str, list[Relation]]:
         """Returns the relations of tensors that files have otherwise, by their names there."""
-        return {name: r for name, r in self.relations.items() if not self._is_same(name, r)}
+        return {n: found for n, found in self.relations.items() if self.whole_of(n) != n}
 
     def from_files(self) -> dict[str, list[Relation]]:
         """Returns the same with the files on the left, by the names in memory."""
@@ -151,13 +167,6 @@ class ModelNames:
             for relation in relations:
                 found.setdefault(relation.left.name, []).append(relation.inverse())
         return found
-
-    def _is_same(self, name: str, relations: list[Relation]) -> bool:
-        return (
-            len(relations) == 1
-            and relations[0].left.name == name
-            and is_whole(relations[0], self.files[name], self.memory[name])
-        )
 
 
 _MOST_TOLD = 4
@@ -199,6 +208,7 @@ def ask_transformers(
         tuple(told["lost"]),
         tuple(told["unsure"]),
         tuple(map(tuple, told["tied"])),
+        *(frozenset(told[kind]) for kind in ("linear", "tables", "outputs")),
     )
     return names, ""
 
