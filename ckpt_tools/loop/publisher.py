@@ -54,7 +54,7 @@ from ckpt_tools.storage import MemoryStore, is_url, local_path
 
 _MODEL, _WHAT = "model", "the next version"
 _MEMORY, _FILES = "memory", "files"
-_FULL_EVERY = 20  # on a disk: a version is read with all deltas below it
+_FULL_EVERY = 20  # a version is read with all deltas below it
 _SHOWN = 3
 _MAY_DIFFER = ("jobs", "memory_bytes", "storage_options")  # between ranks
 _Row = tuple[str, str, tuple[int, ...], Box]
@@ -117,8 +117,7 @@ class Publisher:
                 torch.distributed, this process alone.
             timeout_s: how long ranks wait for each other before the missing one is named.
             **how: see `Publication`, with other defaults: `checksum` is "adler32", for which no
-                rank needs all bytes of a tensor, and on a disk `full_every` is 20. Several ranks
-                publish deltas alone to a bucket.
+                rank needs all bytes of a tensor, and `full_every` is 20.
 
         Raises:
             PlanError: an option has a wrong value, or does not fit the root.
@@ -137,22 +136,15 @@ class Publisher:
             )
         check_timeout(timeout_s)
         refuse_tilde(root)
-        is_disk, has_peers = not is_url(root), dist.is_available() and dist.is_initialized()
-        is_alone = not has_peers or dist.get_world_size(process_group) == 1
-        if not is_disk and not is_alone and how.get("full_every"):
-            raise PlanError(
-                "full_every: ranks write complete versions to a disk only",
-                hint="publish one from a saved checkpoint at times: ckpt publish --full",
-            )
         self._how: Publication = {"checksum": ADLER32, **how}
-        self._how["full_every"] = how.get("full_every") or (_FULL_EVERY if is_disk else None)
+        self._how["full_every"] = how.get("full_every") or _FULL_EVERY
         self._how.pop("keep_last", None)
         self._keep_last = how.get("keep_last")
         check_publication({**self._how, "keep_last": self._keep_last})
         if (dtype := how.get("dtype")) is not None:
             dtype_by_name(dtype)
         # absolute: the job may change its working directory
-        self.root = os.path.abspath(local_path(root)) if is_disk else str(root)
+        self.root = str(root) if is_url(root) else os.path.abspath(local_path(root))
         if (base := how.get("base")) is not None and not is_url(base):
             self._how["base"] = where = os.path.abspath(local_path(base))
             if not os.path.isdir(where):

@@ -197,8 +197,6 @@ def publish_part(
             job.baseline.forget()
         if needs_chain or how.get("full") or not _is_damage(error, job.group):
             raise
-        if is_url(local_path(root)) and job.group.size > 1:  # it takes no complete version
-            raise
         damage = str(error)
     result = _publish(source, root, {**how, "full": True}, job, needs_chain)
     return replace(result, notes=[*result.notes, f"{_WHY_COMPLETE}: {damage}"])

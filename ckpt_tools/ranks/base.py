@@ -11,9 +11,13 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ckpt_tools.errors import PlanError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 T = TypeVar("T")
 MAX_RANKS = 1_000_000  # of a job that a checkpoint is of
@@ -59,6 +63,15 @@ class Group(Protocol):
         """
         ...
 
+    def deal(
+        self, parts: Sequence[npt.NDArray[np.uint64]], what: str
+    ) -> list[npt.NDArray[np.uint64]]:
+        """Sends each rank an array `[n, columns]`, as `deal_objects` sends objects.
+
+        All ranks have the same number of columns.
+        """
+        ...
+
 
 class _Alone:
     rank, size = 0, 1
@@ -80,6 +93,12 @@ class _Alone:
     def deal_objects(self, values: Sequence[T], what: str) -> list[T]:
         del what
         return [*values]
+
+    def deal(
+        self, parts: Sequence[npt.NDArray[np.uint64]], what: str
+    ) -> list[npt.NDArray[np.uint64]]:
+        del what
+        return [*parts]
 
 
 ALONE: Group = _Alone()

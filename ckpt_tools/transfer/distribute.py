@@ -15,7 +15,6 @@ from ckpt_tools.core.plan import Plan
 from ckpt_tools.engine.partition import cut_regions, within_held, within_regions
 from ckpt_tools.engine.schedule import ALL, in_share, shares
 from ckpt_tools.engine.sinks import WriteSink
-from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.publish.base import Attempt, Destination, SharedStore
 from ckpt_tools.ranks.base import Group
 from ckpt_tools.storage import WritableStore
@@ -28,21 +27,19 @@ class RankWork:
     """One rank's part of a plan.
 
     On a disk, it is a share of the bytes. In an object store, it is some files, and some parts of
-    the long files. If each rank holds a part of the source, it is what reads that part.
+    the long files. If each rank holds a part of the source, it is what reads that part; for an
+    object store, which takes no pieces of a part from several processes, ranks exchange pieces.
 
     Attributes:
         plan, share: what to schedule.
         taken: names of the entries of which this is a part.
+        exchanges: what this rank writes is read from other ranks, too.
     """
 
     def __init__(
         self, plan: Plan, group: Group, dst: Destination, held: Mapping[str, int] | None = None
     ) -> None:
-        """Takes the plan, and the rank that holds each file of the source if all do not.
-
-        Raises:
-            PlanError: an object store takes parts of files, and each rank holds a piece of them.
-        """
+        """Takes the plan, and the rank that holds each file of the source if all do not."""
         self.on_disk, self._whole = not dst.names_attempts, plan.target
         self._shared: SharedStore | None = None
         self._regions = (
@@ -51,12 +48,8 @@ class RankWork:
             else cut_regions(plan, group.size, part_starts if dst.takes_parts else None)[group.rank]
         )
         held = None if group.size == 1 else held
-        if held is not None and not self.on_disk:
-            raise PlanError(
-                f"ranks write files from their own memory to a disk only: {printable(dst.url)}",
-                hint="save a checkpoint first, and publish that as a complete version",
-            )
-        if held is not None:
+        self.exchanges = held is not None and not self.on_disk
+        if held is not None and self.on_disk:
             in_runs = not dst.takes_boxes
             self.plan, self.share = within_held(plan, held, group.rank, in_runs), ALL
             self.taken = {t.fqn for t in self.plan.tensors}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -51,10 +51,11 @@ from ckpt_tools.publish.manifest import (
 from ckpt_tools.publish.sealed_source import checked_manifest
 from ckpt_tools.publish.step_names import number_in
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
-from ckpt_tools.storage import WritableStore, is_url, local_path
+from ckpt_tools.storage import Store, WritableStore, is_url, local_path
 from ckpt_tools.storage.retries import read_again_if_wrong
 from ckpt_tools.transfer.aliases import join_aliases
 from ckpt_tools.transfer.distribute import RankWork, collect, stage_together
+from ckpt_tools.transfer.exchange import in_rounds
 from ckpt_tools.transfer.options import Options, no_bar
 from ckpt_tools.transfer.prove import (
     SealedFingerprint,
@@ -327,10 +328,24 @@ class Transfer:
         if self.server_copy:
             self.server_copy.add_known_slots(sink)
             self.resume.forget_journal(attempt)  # it knows nothing of what the store copies
+        plan = self.server_copy.rest if self.server_copy else self.work.plan
+        batches = finished.without(
+            batches_for(plan, self.located, self.tiles, attempt.writable, self.work.share),
+            self.advance,
+        )
+        store = self.source.store
+        if self.work.exchanges:
+            budget = self.request.options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
+            held = self.source.held or {}
+            for some, fetched in in_rounds(batches, store, held, self.group, budget):
+                with self.group.phase("copy"):
+                    self._run(some, fetched, sink, attempt)
+            return
         with self.group.phase("copy"):
-            plan = self.server_copy.rest if self.server_copy else self.work.plan
-            batches = batches_for(plan, self.located, self.tiles, attempt.writable, self.work.share)
-            self._run(finished.without(batches, self.advance), sink, attempt)
+            self._run(batches, store, sink, attempt)
+            if self.server_copy:
+                self.totals.store_nbytes = self.server_copy.nbytes
+                self.advance(self.server_copy.nbytes)
 
     def _plan_server_copy(self, attempt: Attempt) -> ServerCopy | None:
         """Returns what the store of both ends copies without a client, None for nothing.
@@ -354,11 +369,13 @@ class Transfer:
             return None
         return plan_within(self.sealed, self.sealed_fingerprints, self.plan, self.located, to)
 
-    def _run(self, batches: Iterator[Batch], sink: WriteSink, attempt: Attempt) -> None:
+    def _run(
+        self, batches: Iterable[Batch], store: Store, sink: WriteSink, attempt: Attempt
+    ) -> None:
         with self.resume.forgotten_if_wrong(attempt):
             done = execute_batches(
                 batches,
-                self.source.store,
+                store,
                 sink,
                 self.jobs,
                 self.advance,
@@ -366,10 +383,7 @@ class Transfer:
                 alter=self.request.alter,
                 note=self.resume.note,
             )
-        if self.server_copy:
-            done.store_nbytes = self.server_copy.nbytes
-            self.advance(self.server_copy.nbytes)
-        self.totals.read_nbytes, self.totals.store_nbytes = done.read_nbytes, done.store_nbytes
+        self.totals.read_nbytes += done.read_nbytes
         _add(self.totals.overflowed, done.overflowed)
 
     # ---- verify: payloads were where they were read, checksums are right, files are whole --------

@@ -238,8 +238,6 @@ def test_a_bucket_takes_deltas_of_all_ranks(server: Server, tmp_path: Path) -> N
     assert pull(url, tmp_path / "local", **options).num_deltas == 2  # type: ignore[arg-type]
     check(tmp_path, "fsdp2", 2, loaded(tmp_path / "local"))
     assert ckpt_tools.verify(url, **options).problems == []  # type: ignore[arg-type]
-    job(2, tmp_path, "fsdp2", 1, first=3, root=url, full=[3], asynchronous=False, **options)
-    assert all("to a disk only" in r[0] for r in results(tmp_path, "fsdp2"))
     model, alone = nn.Linear(9, 8), f"{url}-alone"
     with Publisher(alone, full_every=1, **options) as publisher:  # type: ignore[arg-type]
         for base_version in (None, 1, None):
@@ -250,6 +248,38 @@ def test_a_bucket_takes_deltas_of_all_ranks(server: Server, tmp_path: Path) -> N
             assert result is not None and result.base_version == base_version
     pull(alone, tmp_path / "alone", **options)  # type: ignore[arg-type]
     assert torch.equal(loaded(tmp_path / "alone")["weight"], model.weight)
+
+
+COMPLETE = [
+    (2, "fsdp2", {}),
+    (4, "boxes", {"dtype": None, "part": 1.0, "memory_bytes": 1 << 20}),
+    (3, "stages", {"dtype": None, "names_differ": True}),
+    pytest.param(2, "tp", {"asynchronous": False}, marks=pytest.mark.slow),
+    pytest.param(4, "hsdp", {"dtype": None}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "case", "how"), COMPLETE)
+def test_a_bucket_takes_complete_versions_of_all_ranks(
+    num_ranks: int, case: str, how: dict[str, Any], server: Server, tmp_path: Path
+) -> None:
+    """Each part of a file has bytes of several ranks. The 2nd and the 4th version are complete."""
+    server.bucket("jobs")
+    url, options = f"s3://jobs/{uuid4()}", {"storage_options": server.options}
+    told = job(num_ranks, tmp_path, case, 4, root=url, full=[2], full_every=1, **how, **options)
+    assert [r["base_version"] for r in told] == [0, None, 2, None]
+    assert ckpt_tools.verify(url, **options).problems == []  # type: ignore[arg-type]
+    for number in range(1, 5):
+        local = tmp_path / f"local{number}"
+        result = pull(url, local, version=number, **options)  # type: ignore[arg-type]
+        assert result.num_deltas == number % 2
+        if not how.get("names_differ"):
+            check(tmp_path, case, number, loaded(local))
+    if how.get("names_differ"):
+        job(num_ranks, tmp_path, case, 4, full=[2], full_every=1, **how)
+        for number in (2, 4):
+            want = loaded(tmp_path / case / f"weight_v{number:06d}")
+            assert same(loaded(tmp_path / f"local{number}"), want)
 
 
 def test_one_process_publishes_without_a_job(tmp_path: Path) -> None:
