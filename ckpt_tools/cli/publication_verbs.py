@@ -33,7 +33,7 @@ Versions = Annotated[
     str,
     typer.Argument(
         metavar="ROOT",
-        help="The directory of the versions `weight_v000001` and on; a path or a URL.",
+        help="The directory of the versions, such as `weight_v000001`; a path or a URL.",
         show_default=False,
     ),
 ]
@@ -86,6 +86,15 @@ def publish(
     rename: Rename = None,
     key_map: KeyMap = None,
     settings: Settings = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            "--layout",
+            metavar="slime|skyrl",
+            help="For whose receivers; default: that of the versions in ROOT, or slime.",
+            show_default=False,
+        ),
+    ] = None,
     encoding: Annotated[
         str | None,
         typer.Option(
@@ -119,8 +128,8 @@ def publish(
 
     The first version is a complete Hugging Face directory, or with `--base` a delta against that
     model. Later versions are deltas: only changed tensors, as compressed differences from the
-    version before. slime's receiver for SGLang reads them, and so do `ckpt pull`, `inspect`,
-    `diff` and `verify`. A version appears as a whole, or not at all.
+    version before. The receivers of slime (for SGLang) or of SkyRL (for vLLM) read them, and so do
+    `ckpt pull`, `inspect`, `diff` and `verify`. A version appears as a whole, or not at all.
     """
     from ckpt_tools.operations.publish import publish_version as operation
 
@@ -136,6 +145,7 @@ def publish(
         rename=rename or (),
         key_map=key_map,
         settings=parse_counts(settings),
+        layout=layout,
         encoding=encoding,
         checksum=checksum,
         partial=partial,

@@ -44,10 +44,11 @@ from ckpt_tools.formats.base import (
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.deepspeed import zero as deepspeed
 from ckpt_tools.formats.deltas.layout import (
-    numbers_in,
+    MANIFEST_JSON,
+    Versions,
+    named_version,
     read_delta_index,
-    version_name,
-    version_number,
+    versions_among,
 )
 from ckpt_tools.formats.external import external_formats, recognised
 from ckpt_tools.formats.look_alikes import look_alike
@@ -203,15 +204,15 @@ def _completed(
     `base` and `is_reached` are those of `find_chain`.
     """
     url = store.url.rstrip("/") if is_url(store.url) else os.path.realpath(store.url)
-    number = version_number(url.rpartition("/")[2])
-    if number is None or read_delta_index(store) is None:
+    version = named_version(url.rpartition("/")[2])
+    if version is None or read_delta_index(store) is None:
         return store
     folders = cast("LocalStore | RemoteStore", store)
     from ckpt_tools.formats.deltas.chain import PatchedStore, find_chain  # with NumPy and zstd
 
     chain = find_chain(
         store,
-        number,
+        *version,
         folders.beside,
         lambda where: open_folder(where, options),
         base,
@@ -248,30 +249,46 @@ def open_folder(where: str, options: Mapping[str, Any] | None = None) -> Store:
     return store
 
 
-def versions_in(url: str, options: Mapping[str, Any] | None) -> list[int]:
-    """Returns the numbers of the versions in a directory, in order; none if it does not exist.
+def versions_in(url: str, options: Mapping[str, Any] | None) -> Versions:
+    """Returns the versions in a directory; none if it does not exist.
 
-    The newest of them is complete. Above it may be one that is being written to a bucket.
+    The newest of them is whole. Above it may be one that is being written to a bucket.
+
+    Raises:
+        StorageError: a version is a link.
+        FormatError: there are versions of two layouts.
     """
     try:
         store = open_folder(url, options)
     except NotACheckpointError:
-        return []
+        return versions_among((), url)
     try:
-        links = numbers_in(store.strays())
+        links = sorted(name for name in store.strays() if named_version(name))
         if links:
             raise StorageError(
-                f"a version is a link, which is not followed: {version_name(links[0])}"
-                f" ({printable(store.url)})"
+                f"a version is a link, which is not followed: {links[0]} ({printable(store.url)})"
             )
-        numbers = numbers_in(store.folders())
-        while numbers:
-            if safetensors.recognise(store.enter(version_name(numbers[-1])).list_files()):
+        found = versions_among(store.folders(), url)
+        while found.numbers:
+            files = store.enter(found.name(found.numbers[-1])).list_files()
+            if _is_whole(found, files):
                 break
-            numbers.pop()
-        return numbers
+            found.numbers.pop()
+        return found
     finally:
         store.close()
+
+
+def _is_whole(versions: Versions, files: Mapping[str, int]) -> bool:
+    """Tells by the names of its files whether a version is published.
+
+    SkyRL writes its manifest last. We write an index after it; until then, files have the id of an
+    attempt in their names.
+    """
+    if not versions.layout.has_manifest:
+        return safetensors.recognise(files)
+    is_theirs = MANIFEST_JSON in files and not any(map(attempt_of, files))
+    return safetensors.INDEX in files or is_theirs
 
 
 def detect_in(root: Store) -> tuple[Store, Format]:
@@ -423,6 +440,8 @@ def _recognise(root: Store) -> Format | None:
     if any(name.startswith("pytorch_model_fsdp_") for name in root.folders()):
         files = root.list_files(below=True)
     own = next((f for f in FORMATS if f.recognise(files)), None)
+    if own is None and MANIFEST_JSON in files and named_version(root.url.rpartition("/")[2]):
+        own = safetensors  # a delta of SkyRL, whose files have names of their own
     return own or recognised(external_formats(_TAKEN), files)
 
 

@@ -29,7 +29,7 @@ from ckpt_tools.core.memory import no_gc
 from ckpt_tools.core.threads import num_threads, ranks_on_host
 from ckpt_tools.errors import CheckpointError, PlanError, StorageError, printable
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.deltas.layout import ADLER32
+from ckpt_tools.formats.deltas.layout import ADLER32, LAYOUTS, SLIME
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.loop import at_exit
 from ckpt_tools.loop.arguments import check_timeout
@@ -42,6 +42,7 @@ from ckpt_tools.operations.merge_reshard import dtype_by_name
 from ckpt_tools.operations.publish import (
     Publication,
     PublishResult,
+    check_layout,
     check_publication,
     publish_part,
     without_old,
@@ -117,7 +118,8 @@ class Publisher:
                 torch.distributed, this process alone.
             timeout_s: how long ranks wait for each other before the missing one is named.
             **how: see `Publication`, with other defaults: `checksum` is "adler32", for which no
-                rank needs all bytes of a tensor, and `full_every` is 20.
+                rank needs all bytes of a tensor, and `full_every` is 20; as far as the receivers of
+                the `layout` take them.
 
         Raises:
             PlanError: an option has a wrong value, or does not fit the root.
@@ -136,11 +138,16 @@ class Publisher:
             )
         check_timeout(timeout_s)
         refuse_tilde(root)
-        self._how: Publication = {"checksum": ADLER32, **how}
-        self._how["full_every"] = how.get("full_every") or _FULL_EVERY
+        check_publication(how)
+        layout = LAYOUTS[how.get("layout") or SLIME.name]
+        checksum = ADLER32 if ADLER32 in layout.checksums else layout.checksums[0]
+        self._how: Publication = {"checksum": checksum, **how}
+        self._how["full_every"] = how.get("full_every") or (
+            _FULL_EVERY if layout.has_complete else None
+        )
+        check_layout(layout, self._how, has_versions=True)  # which is looked at later
         self._how.pop("keep_last", None)
         self._keep_last = how.get("keep_last")
-        check_publication({**self._how, "keep_last": self._keep_last})
         if (dtype := how.get("dtype")) is not None:
             dtype_by_name(dtype)
         # absolute: the job may change its working directory

@@ -23,13 +23,12 @@ from ckpt_tools.engine.kernels import Bytes
 from ckpt_tools.engine.sinks import empty_bytes
 from ckpt_tools.errors import (
     IntegrityError,
-    NotACheckpointError,
     PlanError,
     StorageError,
     printable,
 )
 from ckpt_tools.formats.deltas.chain import PatchedStore, as_patched
-from ckpt_tools.formats.deltas.layout import version_name
+from ckpt_tools.formats.deltas.layout import Versions, no_versions
 from ckpt_tools.formats.registry import Source, open_source, open_version, versions_in
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.manifest import Manifest
@@ -93,11 +92,10 @@ def weight_patches(
         StorageError: a version cannot be read.
     """
     url = local_path(root).rstrip("/")
-    numbers = versions_in(url, storage_options)
+    versions = versions_in(url, storage_options)
+    numbers = versions.numbers
     if not numbers:
-        raise NotACheckpointError(
-            f"no version lies in {printable(url)}", hint=f"looked for {version_name(1)} and on"
-        )
+        raise no_versions(url)
     last = numbers[-1] if version is None else version
     for number in (from_version, last):
         if number not in (0, *numbers) or last == 0:
@@ -108,23 +106,28 @@ def weight_patches(
     if last < from_version:
         raise PlanError(f"expected a version from {from_version} on, got {last}")
     where = "" if base is None else local_path(base)
-    return _patches(url, from_version, last, where, num_threads(jobs), storage_options)
+    return _patches(versions, from_version, last, where, num_threads(jobs), storage_options)
 
 
 def _patches(
-    url: str, first: int, last: int, base: str, jobs: int, options: Mapping[str, Any] | None
+    versions: Versions,
+    first: int,
+    last: int,
+    base: str,
+    jobs: int,
+    options: Mapping[str, Any] | None,
 ) -> Iterator[WeightPatch]:
     if first == last:
         return
     with ExitStack() as stack:
-        old = _open_old(url, first, base, options)
+        old = _open_old(versions, first, base, options)
         stack.callback(old.store.close)
 
         def reached(number: int, store: Store) -> Store | None:
             del store
             return old.store if number == first else None
 
-        new = open_version(f"{url}/{version_name(last)}", options, base, reached)
+        new = open_version(versions.path(last), options, base, reached)
         stack.callback(new.store.close)
         _compare_names(old, new)
         patched = as_patched(new.folder)
@@ -150,18 +153,21 @@ def _patches(
             pool.shutdown(cancel_futures=True)
 
 
-def _open_old(url: str, number: int, base: str, options: Mapping[str, Any] | None) -> Source:
+def _open_old(
+    versions: Versions, number: int, base: str, options: Mapping[str, Any] | None
+) -> Source:
     """Opens the version that the engine has."""
     if number:
-        return open_version(f"{url}/{version_name(number)}", options, base, None)
-    if not base and 1 in versions_in(url, options):
-        first = open_version(f"{url}/{version_name(1)}", options, "", None)
+        return open_version(versions.path(number), options, base, None)
+    if not base and 1 in versions.numbers:
+        first = open_version(versions.path(1), options, "", None)
         patched = as_patched(first.folder)
         base = "" if patched is None else patched.complete_url
         first.store.close()
     if not base:
         raise PlanError(
-            f"no version 1 says what version 0 is: it is complete or gone ({printable(url)})",
+            "no version 1 says what version 0 is: it is complete or gone"
+            f" ({printable(versions.url)})",
             hint="give the engine's own model with base=DIR",
         )
     return open_source(base, options)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt_tools.errors import CheckpointError, printable
 from ckpt_tools.formats.base import PIN
-from ckpt_tools.formats.deltas.layout import read_delta_index, version_name
+from ckpt_tools.formats.deltas.layout import Versions, read_delta_index
 from ckpt_tools.formats.registry import open_folder, versions_in
 from ckpt_tools.operations.receivers import receivers_in
 from ckpt_tools.publish.find_manifest import find_manifest
@@ -41,7 +41,8 @@ def remove_old(
         + (f"stays: {left.problem}" if left.problem else "was removed")
         for left in root.remove_leftovers()
     ]
-    numbers = versions_in(url, options)
+    versions = versions_in(url, options)
+    numbers = versions.numbers
     if len(numbers) <= keep_last:
         return [], notes
     oldest = numbers[-keep_last]
@@ -52,7 +53,7 @@ def remove_old(
         wanted = [] if slowest is None else [n for n in numbers if slowest.needs <= n < oldest]
         if wanted:
             oldest = wanted[0]
-        first = _complete_below(folder, oldest)
+        first = _complete_below(folder, versions, oldest)
         old = [number for number in numbers if number < first]
         needed = [number for number in numbers if first <= number < oldest]
         notes += [*silent, *_staying(wanted, f" for {slowest}"), *_needed(needed, oldest)]
@@ -60,8 +61,8 @@ def remove_old(
         for number in reversed(old):
             if number >= first:
                 continue
-            if problem := _remove(root, folder.enter(version_name(number)), number):
-                first = _complete_below(folder, number)
+            if problem := _remove(root, folder, versions, number):
+                first = _complete_below(folder, versions, number)
                 below = [n for n in old if first <= n < number]
                 notes += [problem, *_needed(below, number)]
                 continue
@@ -71,15 +72,16 @@ def remove_old(
         folder.close()
 
 
-def _complete_below(folder: Store, number: int) -> int:
+def _complete_below(folder: Store, versions: Versions, number: int) -> int:
     """Returns the complete version that a version begins with; 0 is the base."""
-    while number and read_delta_index(folder.enter(version_name(number))) is not None:
+    while number and read_delta_index(folder.enter(versions.name(number))) is not None:
         number -= 1
     return number
 
 
-def _remove(root: RunRoot, store: Store, number: int) -> str:
+def _remove(root: RunRoot, folder: Store, versions: Versions, number: int) -> str:
     """Removes a version; returns a note if it stays, "" if it does not."""
+    store = folder.enter(versions.name(number))
     try:
         manifest = find_manifest(store)
         if manifest is None:
@@ -88,7 +90,7 @@ def _remove(root: RunRoot, store: Store, number: int) -> str:
         def reason_to_keep(name: str) -> str | None:
             return "it is pinned" if PIN in root.step_store(name).list_files() else None
 
-        root.remove(version_name(number), manifest.attempt, reason_to_keep)
+        root.remove(versions.name(number), manifest.attempt, reason_to_keep)
     except CheckpointError as error:
         return printable(str(error))
     finally:

@@ -30,11 +30,15 @@ from ckpt_tools.formats.deltas.chain import as_patched
 from ckpt_tools.formats.deltas.layout import (
     CHECKSUMS,
     ENCODINGS,
+    LAYOUTS,
+    SLIME,
     XOR,
     XXH3,
     DeltaIndex,
+    Layout,
+    Versions,
     index_text,
-    version_name,
+    versions_among,
 )
 from ckpt_tools.formats.registry import (
     Source,
@@ -74,6 +78,8 @@ class Publication(Reading, total=False):
         full_every: publish a complete version after so many deltas.
         keep_last: then remove versions that the newest so many do not need. If it is absent, all
             stay.
+        layout: of the versions, for the receivers of "slime" or of "skyrl". If it is absent, that
+            of the versions that are there, or "slime".
         encoding: of a delta: one of `ENCODINGS`, "xor" if absent.
         checksum: of a delta's tensors: one of `CHECKSUMS`, "xxh3-128" if absent.
         dtype, keep_dtype, names, partial, rename, key_map, settings: as for `convert`.
@@ -84,6 +90,7 @@ class Publication(Reading, total=False):
     full: bool
     full_every: int | None
     keep_last: int | None
+    layout: str | None
     encoding: str | None
     checksum: str | None
     dtype: Any
@@ -195,7 +202,8 @@ def publish_part(
     except BaseException as error:
         if job.baseline is not None:
             job.baseline.forget()
-        if needs_chain or how.get("full") or not _is_damage(error, job.group):
+        is_told = needs_chain or how.get("full") or how.get("layout") not in (None, SLIME.name)
+        if is_told or not _is_damage(error, job.group):
             raise
         damage = str(error)
     result = _publish(source, root, {**how, "full": True}, job, needs_chain)
@@ -225,18 +233,17 @@ def _publish(
     began, group = time.monotonic(), ALONE if job is None else job.group
     check_publication(how)
     url = local_path(root).rstrip("/")
-    options, base, numbers = how.get("storage_options"), how.get("base"), list[int]()
+    options, base = how.get("storage_options"), how.get("base")
+    versions = versions_among((), url)
     with group.phase("look at the versions"):
         if group.rank == 0:
             _refuse_model(url, options)
-            numbers = versions_in(url, options)
-    numbers = group.broadcast(numbers, "look at the versions")
-    last = numbers[-1] if numbers else 0
-    number, to = last + 1, f"{url}/{version_name(last + 1)}"
-    is_full = bool(how.get("full"))
-    old, sealed, problem = _look_before(
-        url, last, base, options, group, may_begin_anew=is_full or not needs_chain
-    )
+            versions = _with_layout(versions_in(url, options), how)
+    versions = group.broadcast(versions, "look at the versions")
+    number, is_full = (versions.numbers or [0])[-1] + 1, bool(how.get("full"))
+    to = versions.path(number)
+    may_begin_anew = is_full or (not needs_chain and versions.layout.has_complete)
+    old, sealed, problem = _look_before(versions, base, options, group, may_begin_anew)
     with ExitStack() as stack:
         if old is not None:
             stack.callback(old.store.close)
@@ -249,7 +256,9 @@ def _publish(
                 check_needed(how.get("shapes"), source.catalog)
         is_due = is_full or _num_deltas(old) >= (how.get("full_every") or math.inf)
         if not is_due and old is not None:
-            return _publish_delta(source, old, sealed, to, number, how, conversion, began, job)
+            return _publish_delta(
+                source, old, sealed, versions, number, how, conversion, began, job
+            )
         about = {"version": number}
         result = convert_source(source, to, "hf", conversion, "publish", about=about)
         if problem and not is_full:
@@ -257,9 +266,53 @@ def _publish(
         return _result_of(result, number, None, None, began)
 
 
+def _with_layout(there: Versions, how: Publication) -> Versions:
+    """Returns the versions, with the layout that was asked for if there are none.
+
+    Raises:
+        PlanError: the versions have another one; or its receivers do not take what is asked for.
+    """
+    name = how.get("layout")
+    layout = there.layout if name is None else LAYOUTS[name]
+    if there.numbers and layout != there.layout:
+        raise PlanError(
+            f"--layout {name}: the versions in {printable(there.url)} are those of"
+            f" {there.layout.name}",
+            hint="publish to another directory, or leave --layout out",
+        )
+    check_layout(layout, how, has_versions=bool(there.numbers))
+    return there._replace(layout=layout)
+
+
+def check_layout(layout: Layout, how: Publication, has_versions: bool) -> None:
+    """Refuses what the receivers of a layout do not take.
+
+    Raises:
+        PlanError: with the option.
+    """
+    for key, known in (("encoding", layout.encodings), ("checksum", layout.checksums)):
+        if (value := how.get(key)) is not None and value not in known:
+            raise PlanError(
+                f"--{key} {value}: receivers of {layout.name} take {' or '.join(known)}"
+            )
+    if layout.has_complete:
+        return
+    for key in ("full", "full_every"):
+        if how.get(key):
+            option = f"--{key.replace('_', '-')}"
+            raise PlanError(
+                f"{option}: receivers of {layout.name} take no complete versions",
+                hint="begin anew in another directory, with the model as --base",
+            )
+    if not has_versions and how.get("base") is None:
+        raise PlanError(
+            f"receivers of {layout.name} take deltas alone, and there is nothing to change",
+            hint="give the model that the engines have with --base DIR",
+        )
+
+
 def _look_before(
-    url: str,
-    last: int,
+    versions: Versions,
     base: Path_ | None,
     options: Mapping[str, Any] | None,
     group: Group,
@@ -275,7 +328,7 @@ def _look_before(
     """
     old = sealed = own = None
     try:
-        old = _open_before(url, last, base, options)
+        old = _open_before(versions, base, options)
         sealed = None if old is None else checked_manifest(old)
     except CheckpointError as error:
         own = error
@@ -294,12 +347,12 @@ def _look_before(
 
 
 def _open_before(
-    url: str, last: int, base: Path_ | None, options: Mapping[str, Any] | None
+    versions: Versions, base: Path_ | None, options: Mapping[str, Any] | None
 ) -> Source | None:
     """Opens the version before; None for none. `base` also tells where version 0 lies now."""
-    if last:
+    if versions.numbers:
         where = "" if base is None else local_path(base)
-        return open_version(f"{url}/{version_name(last)}", options, where, None)
+        return open_version(versions.path(versions.numbers[-1]), options, where, None)
     return None if base is None else open_source(base, options)
 
 
@@ -320,7 +373,7 @@ def check_publication(how: Publication) -> None:
     Raises:
         PlanError: with the option.
     """
-    for key, known in (("encoding", ENCODINGS), ("checksum", CHECKSUMS)):
+    for key, known in (("layout", LAYOUTS), ("encoding", ENCODINGS), ("checksum", CHECKSUMS)):
         if (value := how.get(key)) is not None and value not in known:
             raise PlanError(
                 f"--{key}: expected one of {', '.join(known)}, got {printable(str(value))!r}"
@@ -380,13 +433,14 @@ def _publish_delta(
     source: Source,
     old: Source,
     sealed: Manifest | None,
-    to: str,
+    versions: Versions,
     number: int,
     how: Publication,
     conversion: Conversion,
     began: float,
     job: DeltaJob | None,
 ) -> PublishResult:
+    to = versions.path(number)
     with (ALONE if job is None else job.group).phase(f"plan version {number}"):
         request, parts, _ = prepare(
             source, to, "hf", conversion, "publish", about={"version": number, "base": number - 1}
@@ -413,7 +467,8 @@ def _publish_delta(
             said,
         )
         was = {} if sealed is None else sealed.tensors
-        place, form = DeltaDestination(request.dst, old, was, index, job), _AsBefore(old)
+        place = DeltaDestination(request.dst, old, was, index, versions.layout, job)
+        form = _AsBefore(old)
     layout = replace(request.layout, files={}, aliases={})
     baseline = None if job is None else job.baseline
     if baseline is not None:

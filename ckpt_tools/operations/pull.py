@@ -21,7 +21,6 @@ from ckpt_tools.errors import (
     CheckpointError,
     FormatError,
     IntegrityError,
-    NotACheckpointError,
     PlanError,
     StorageError,
     printable,
@@ -29,7 +28,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats.base import PULLED, TOLD, attempt_for, new_attempt, note_name, note_of
 from ckpt_tools.formats.deltas.chain import PatchedStore, as_patched, wrong_tensors
-from ckpt_tools.formats.deltas.layout import version_name
+from ckpt_tools.formats.deltas.layout import Versions, no_versions
 from ckpt_tools.formats.registry import Source, open_version, versions_in
 from ckpt_tools.formats.safetensors import SUFFIX
 from ckpt_tools.operations.arguments import checked
@@ -133,15 +132,17 @@ def pull(root: Path_, local: Path_, **how: Unpack[Pulling]) -> PullResult:
     began = time.monotonic()
     url, where = local_path(root).rstrip("/"), local_path(local).rstrip("/")
     _check(how, url, where)
-    number = _wanted(url, how.get("version"), how.get("storage_options"))
+    versions = versions_in(url, how.get("storage_options"))
+    number = _wanted(url, how.get("version"), versions)
+    version_url = versions.path(number)
     own, receiver = _last_pull(Path(where)), how.get("receiver")
     if receiver is None or how.get("dry_run"):
-        return _pull(url, where, number, own, how, began)
+        return _pull(version_url, where, number, own, how, began)
     options, has = how.get("storage_options"), own.version if own is not None else 0
     if has != number:
         say(url, options, receiver, has, number)
     try:
-        result = _pull(url, where, number, own, how, began)
+        result = _pull(version_url, where, number, own, how, began)
     except CheckpointError:
         with suppress(CheckpointError):  # the first error is told
             say(url, options, receiver, has, 0)
@@ -155,21 +156,21 @@ def pull(root: Path_, local: Path_, **how: Unpack[Pulling]) -> PullResult:
 
 
 def _pull(
-    url: str, where: str, number: int, own: _Pulled | None, how: Pulling, began: float
+    version_url: str, where: str, number: int, own: _Pulled | None, how: Pulling, began: float
 ) -> PullResult:
     """Pulls a version; from the local copy if there is one, and it is as it was pulled."""
     if own is not None:
         try:
-            return _pulled(url, where, number, own, how, began)
+            return _pulled(version_url, where, number, own, how, began)
         except (IntegrityError, FormatError, CatalogError) as error:
-            again = _pulled(url, where, number, None, how, began)
+            again = _pulled(version_url, where, number, None, how, began)
             note = f"the local copy was not as it was pulled, and is written anew: {error}"
             return replace(again, notes=(*again.notes, note))
-    return _pulled(url, where, number, None, how, began)
+    return _pulled(version_url, where, number, None, how, began)
 
 
 def _pulled(
-    url: str, where: str, number: int, own: _Pulled | None, how: Pulling, began: float
+    version_url: str, where: str, number: int, own: _Pulled | None, how: Pulling, began: float
 ) -> PullResult:
     """Pulls a version, from the local copy if `own` is given."""
 
@@ -179,7 +180,6 @@ def _pulled(
         return LocalStore(where) if own.identity == _identity(store) else None
 
     base, options = how.get("base"), how.get("storage_options")
-    version_url = f"{url}/{version_name(number)}"
     source = open_version(version_url, options, "" if base is None else local_path(base), reached)
     try:
         version, jobs = as_patched(source.folder), num_threads(how.get("jobs"))
@@ -233,12 +233,10 @@ def _check(how: Pulling, url: str, where: str) -> None:
         raise PlanError("one process of a machine pulls", hint="run it without torchrun")
 
 
-def _wanted(url: str, version: int | None, options: Mapping[str, Any] | None) -> int:
-    numbers = versions_in(url, options)
+def _wanted(url: str, version: int | None, versions: Versions) -> int:
+    numbers = versions.numbers
     if not numbers:
-        raise NotACheckpointError(
-            f"no version lies in {printable(url)}", hint=f"looked for {version_name(1)} and on"
-        )
+        raise no_versions(url)
     if version is None:
         return numbers[-1]
     if version not in numbers:

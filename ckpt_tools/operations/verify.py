@@ -22,7 +22,6 @@ from ckpt_tools.errors import (
     redacted,
 )
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.deltas.layout import version_name
 from ckpt_tools.formats.registry import versions_in
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.folder import note_on_others
@@ -120,8 +119,8 @@ def verify(
         return _verify(src, quick, deep, require_manifest, options)
     except NotACheckpointError as error:
         url = local_path(src).rstrip("/")
-        numbers = versions_in(url, options.get("storage_options")) if error.num_below else []
-        if not numbers:
+        versions = versions_in(url, options.get("storage_options")) if error.num_below else None
+        if versions is None or not versions.numbers:
             raise
     from ckpt_tools.operations.verify_versions import look_at_versions, of_publication  # with zstd
 
@@ -131,18 +130,18 @@ def verify(
         return _verify(path, quick, deep, require_manifest, options)
 
     try:
-        newest = one(f"{url}/{version_name(numbers[-1])}")
+        newest = one(versions.path(versions.numbers[-1]))
     except IntegrityError as error:
         newest = VerifyResult(url, True, 0, 0, 0, [Problem("", f"is damaged: {error}")])
     problems, notes = look_at_versions(
         url,
-        numbers,
+        versions,
         options.get("storage_options"),
         options.get("jobs"),
         lambda path: list(one(path).problems),
         quick,
     )
-    return replace(newest, **of_publication(url, newest, problems, notes, numbers[-1], began))
+    return replace(newest, **of_publication(url, newest, problems, notes, versions, began))
 
 
 def _verify(

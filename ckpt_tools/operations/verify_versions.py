@@ -9,7 +9,7 @@ from typing import Any
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.errors import CheckpointError, redacted
 from ckpt_tools.formats.deltas.chain import damaged_frames
-from ckpt_tools.formats.deltas.layout import read_delta_index, version_name
+from ckpt_tools.formats.deltas.layout import Versions, read_delta_index
 from ckpt_tools.formats.registry import open_folder
 from ckpt_tools.publish.check_manifest import Problem
 from ckpt_tools.publish.delta import wrong_files
@@ -17,7 +17,7 @@ from ckpt_tools.publish.delta import wrong_files
 
 def look_at_versions(
     url: str,
-    numbers: list[int],
+    versions: Versions,
     options: Mapping[str, Any] | None,
     jobs: int | None,
     verify_complete: Callable[[str], list[Problem]],
@@ -27,7 +27,7 @@ def look_at_versions(
 
     Args:
         url: the directory of the versions.
-        numbers: of the versions, in order.
+        versions: all of them.
         options: of the object store.
         jobs: threads.
         verify_complete: returns the problems of a complete version by its path.
@@ -36,10 +36,10 @@ def look_at_versions(
     Returns:
         The problems, with the version in the name of the file, and notes.
     """
-    problems: list[Problem] = []
+    problems, numbers = list[Problem](), versions.numbers
     num_complete = 0
     for number in numbers:
-        name = version_name(number)
+        name = versions.name(number)
         store = open_folder(f"{url}/{name}", options)
         try:
             index = read_delta_index(store)
@@ -69,10 +69,15 @@ def look_at_versions(
 
 
 def of_publication(
-    url: str, newest: Any, problems: list[Problem], notes: list[str], number: int, began: float
+    url: str,
+    newest: Any,
+    problems: list[Problem],
+    notes: list[str],
+    versions: Versions,
+    began: float,
 ) -> dict[str, Any]:
     """Returns the fields of a result for the whole publication, from that of the newest version."""
-    name = version_name(number)
+    name = versions.name(versions.numbers[-1])
     own = [p._replace(file=f"{name}/{p.file}" if p.file else name) for p in newest.problems]
     seen = {(p.file, p.fqn) for p in own}
     return {

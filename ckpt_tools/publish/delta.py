@@ -26,7 +26,13 @@ from ckpt_tools.engine.kernels import Bytes
 from ckpt_tools.engine.sinks import WriteSink, empty_bytes
 from ckpt_tools.errors import FormatError, PlanError, StorageError, printable
 from ckpt_tools.formats.deltas.encoding import Encoder, check_size, new_hasher
-from ckpt_tools.formats.deltas.layout import DeltaIndex
+from ckpt_tools.formats.deltas.layout import (
+    MANIFEST_JSON,
+    ChangedBytes,
+    DeltaIndex,
+    Layout,
+    manifest_json,
+)
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.formats.safetensors import INDEX
 from ckpt_tools.publish.base import Attempt, Destination
@@ -36,7 +42,15 @@ from ckpt_tools.publish.delta_join import ChangeJoiner
 from ckpt_tools.publish.find_manifest import find_manifest
 from ckpt_tools.publish.manifest import SealedFile, SealedTensor
 from ckpt_tools.ranks.base import Group
-from ckpt_tools.storage import Capabilities, Store, WritableStore, Writer, is_url, read
+from ckpt_tools.storage import (
+    Capabilities,
+    Store,
+    WritableStore,
+    Writer,
+    is_url,
+    read,
+    write_file,
+)
 
 DELTA_FILES = "delta_files"  # in a manifest's `source`: bytes and CRC-64 of the files of changes
 _FILE = "model-{:05d}-of-{:05d}.safetensors"  # rank, and number of ranks
@@ -131,6 +145,7 @@ class DeltaDestination(Destination):
         before: Source,
         sealed: Mapping[str, SealedTensor],
         index: DeltaIndex,
+        layout: Layout,
         job: DeltaJob | None = None,
     ):
         """Takes the version before.
@@ -140,10 +155,11 @@ class DeltaDestination(Destination):
             before: the version before, with each tensor in one place.
             sealed: its tensors as its manifest has them, to compare the old bytes with.
             index: what the index will say; its `weight_map` is ignored.
+            layout: for whose receivers the delta is.
             job: the ranks, if each has a part of the new bytes.
         """
         self._job, self.written = job, {}
-        self._inner, self._before, self._index = inner, before, index
+        self._inner, self._before, self._index, self._layout = inner, before, index, layout
         self._sealed = {name: int(tensor.fingerprint, 16) for name, tensor in sealed.items()}
         self.url = inner.url
         self.counts = DeltaCounts()
@@ -198,6 +214,15 @@ class DeltaDestination(Destination):
     ) -> AbstractContextManager[Attempt]:
         del single, kept_glob, takes_over
         return self._staged(self._inner.stage(attempt, overwrite))
+
+    def add_manifest(
+        self, store: WritableStore, index: DeltaIndex, frames: Mapping[str, ChangedBytes]
+    ) -> None:
+        """Writes the further file that the receivers of some layouts read."""
+        if self._layout.has_manifest:
+            text = manifest_json(index, frames, self._before.catalog)
+            write_file(store, MANIFEST_JSON, text)
+            self.written[MANIFEST_JSON] = SealedFile(len(text), hex64(crc64nvme(text)))
 
     def data_name(self, attempt: str, group: Group) -> str:
         """Returns the name of the file with this rank's frames."""
@@ -258,11 +283,13 @@ class _DeltaAttempt(Attempt):
         self, manifest: Literal | None, index: Literal | None, files: Mapping[str, int]
     ) -> list[str]:
         del index, files  # of the complete version: they are not written
-        about = self._index._replace(weight_map=dict(sorted(self._weight_map.items())))
-        text = json.dumps(about.render(), indent=1).encode("ascii")
+        text = json.dumps(self._about().render(), indent=1).encode("ascii")
         written = {name: file.nbytes for name, file in self._place.written.items()}
         self._place.counts.written_nbytes = sum(written.values()) + len(text)
         return self._inner.publish(manifest, Literal(INDEX, 0, text), written)
+
+    def _about(self) -> DeltaIndex:
+        return self._index._replace(weight_map=dict(sorted(self._weight_map.items())))
 
     def finish(self, group: Group) -> None:
         """Makes this rank's frames and writes them. Rank 0 notes those of all ranks."""
@@ -272,11 +299,18 @@ class _DeltaAttempt(Attempt):
             written = frames.write(self._inner.writable, name)
             self._inner.sync()
         frames.close()
-        mine = written, tuple(frames.table), self._encoders.counts
-        for files, names, counts in group.gather(mine, "gather the changes"):
+        mine = written, dict(frames.table), self._encoders.counts
+        told = group.gather(mine, "gather the changes")
+        changed: dict[str, ChangedBytes] = {}
+        for files, table, counts in told:
             self._place.written |= files
-            self._weight_map |= dict.fromkeys(names, next(iter(files), ""))
+            self._weight_map |= dict.fromkeys(table, next(iter(files), ""))
             self._place.counts.add(counts)
+            changed |= {n: ChangedBytes(end - at, crc) for n, (at, end, crc) in table.items()}
+        with group.phase("write the index"):
+            if told:
+                self._place.add_manifest(self._inner.writable, self._about(), changed)
+                self._inner.sync()
 
 
 class _TensorPlaces:

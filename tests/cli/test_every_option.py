@@ -128,6 +128,7 @@ NOTHING = {
     "--weights": "1,x",
     "--schedule": "steep",
     "--scale": "0.5",
+    "--layout": "zip",
     "--encoding": "zip",
     "--checksum": "md5",
     "--version": "0",

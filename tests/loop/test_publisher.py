@@ -32,7 +32,7 @@ from ckpt_tools.formats.deltas.joined_frames import BlockCompressor, frame_of
 from tests.conftest import torchrun
 from tests.jobs import PYTHON_PATH, children, torchrun_command
 from tests.servers.servers import Server
-from tests.versions import apply_versions, loaded, same
+from tests.versions import apply_skyrl, apply_versions, loaded, same
 
 CASES = [
     (2, "fsdp2", {}),
@@ -228,6 +228,15 @@ def test_hooks_hold_up_nothing_and_options_are_looked_at_early(tmp_path: Path) -
     for name, value in wrong.items():
         with pytest.raises((ckpt_tools.CheckpointError, TypeError)):
             Publisher(tmp_path / "versions", **{name: value})
+
+
+def test_ranks_publish_for_receivers_of_skyrl(tmp_path: Path) -> None:
+    told = job(2, tmp_path, "fsdp2", 2, layout="skyrl")
+    assert [r["base_version"] for r in told] == [0, 1]
+    base, root = tmp_path / "fsdp2-base", tmp_path / "fsdp2"
+    check(tmp_path, "fsdp2", 2, apply_skyrl(base, root, [1, 2]))
+    files = [p.stat().st_size for p in (root / "delta-00000002").iterdir() if "ckpt." not in p.name]
+    assert told[1]["written_nbytes"] == sum(files)
 
 
 def test_a_bucket_takes_deltas_of_all_ranks(server: Server, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import MANIFEST, attempt_of, note_of
 from ckpt_tools.formats.deltas.encoding import Patch, check_frame, decode, fold, new_hasher
-from ckpt_tools.formats.deltas.layout import DeltaIndex, index_text, read_delta_index, version_name
+from ckpt_tools.formats.deltas.layout import DeltaIndex, Layout, index_text, read_delta_index
 from ckpt_tools.storage import Capabilities, Store, Writer, read
 from ckpt_tools.storage.base import StoreDefaults
 from ckpt_tools.storage.memory import MemoryStore
@@ -117,6 +117,7 @@ class Chain:
 
 def find_chain(
     store: Store,
+    layout: Layout,
     number: int,
     sibling: Callable[[str], Store],
     elsewhere: Callable[[str], Store],
@@ -127,6 +128,7 @@ def find_chain(
 
     Args:
         store: the directory of the version.
+        layout: how versions are called.
         number: its number.
         sibling: returns the store of the folder of that name beside it.
         elsewhere: opens a path or URL.
@@ -151,7 +153,7 @@ def find_chain(
                 f"{printable(store.url)} says that it is version {index.number}",
                 hint="its directory was renamed or copied: give it its own name back",
             )
-        layers.insert(0, Layer(index, store, partial(sibling, version_name(number))))
+        layers.insert(0, Layer(index, store, partial(sibling, layout.version_name(number))))
         if not store.capabilities.is_remote:
             store.close()  # its index is read; a chain may be long
         said = said or index.base
@@ -163,7 +165,7 @@ def find_chain(
                 return Chain(below, layers)
             below.close()
             return Chain(found, layers)
-        below = sibling(version_name(number))
+        below = sibling(layout.version_name(number))
         if not _holds_files(below):
             raise StorageError(
                 f"version {number} is missing, and version {number + 1} is a change of it"
@@ -376,8 +378,9 @@ def _changed(catalog: Catalog, layers: Sequence[Layer]) -> dict[str, ChangedTens
             frames = _frames_of(store, layer.about)
         for fqn, entry in frames.tensors.items():
             extent = entry.chunks[0].extent
+            checksum = layer.about.checksums.get(fqn) or frames.extras.get(fqn, "")
             found.setdefault(fqn, []).append(
-                Frame(layer, extent.file, extent.start, extent.nbytes, frames.extras.get(fqn, ""))
+                Frame(layer, extent.file, extent.start, extent.nbytes, checksum)
             )
     return {fqn: _tensor(catalog.tensors.get(fqn), frames, fqn) for fqn, frames in found.items()}
 

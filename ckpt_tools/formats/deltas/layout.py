@@ -1,21 +1,22 @@
-"""The directory of a publication: versions `weight_v000001` and on, each complete or a delta.
+"""The directory of a publication: versions 1 and on, each complete or a delta.
 
 A complete version is a Hugging Face directory. A delta has the changed tensors alone, and its index
 tells the version below it. Version 0 is the engine's own model.
 
-Source of the layout: slime at 624b824, `slime/utils/disk_delta.py` and `docs/en/advanced/
-delta-weight-sync.md`. `ckpt_base` is ours; other readers ignore it.
+Sources of the layouts: slime at 624b824, `slime/utils/disk_delta.py` and `docs/en/advanced/
+delta-weight-sync.md`; SkyRL at a956457, `skyrl/backends/skyrl_train/weight_sync/
+delta_checkpoint.py`. `ckpt_base` is ours; other readers ignore it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_tools.core.catalog import Catalog
-from ckpt_tools.errors import FormatError, printable
+from ckpt_tools.errors import FormatError, NotACheckpointError, printable
 from ckpt_tools.formats.safetensors import DELTA, INDEX, MAX_HEADER_BYTES
 from ckpt_tools.storage import Store, read
 from ckpt_tools.storage.small_files import parse_json
@@ -26,7 +27,66 @@ XXH3, BLAKE3, ADLER32 = "xxh3-128", "blake3", "adler32"
 CHECKSUMS = (XXH3, BLAKE3, ADLER32)
 COMPRESSION = "zstd"
 BASE = "ckpt_base"
-_NAME, _DIGITS = re.compile(r"weight_v([0-9]{6,9})"), re.compile(r"[0-9]{6,9}")
+MANIFEST_JSON = "manifest.json"  # of SkyRL
+_DIGITS = re.compile(r"[0-9]{6,9}")
+_KEPT_KEYS = ("version", "base_version", "tensors", "payload_files")  # of that file
+
+
+class Layout(NamedTuple):
+    """What the receivers of a project take.
+
+    Attributes:
+        name: of the layout.
+        prefix, num_digits: of the name of a version's directory.
+        encodings, checksums: of deltas.
+        has_complete: its receivers take complete versions, too.
+        has_manifest: a delta has `MANIFEST_JSON`, too.
+    """
+
+    name: str
+    prefix: str
+    num_digits: int
+    encodings: Sequence[str]
+    checksums: Sequence[str]
+    has_complete: bool
+    has_manifest: bool
+
+    def version_name(self, number: int) -> str:
+        """Returns the name of a version's directory."""
+        return f"{self.prefix}{number:0{self.num_digits}d}"
+
+    def version_number(self, name: str) -> int | None:
+        """Returns the number of a version by the name of its directory; None for another name."""
+        digits = name.removeprefix(self.prefix)
+        number = int(digits) if _DIGITS.fullmatch(digits) else 0
+        return number if number and self.version_name(number) == name else None
+
+
+SLIME = Layout("slime", "weight_v", 6, ENCODINGS, CHECKSUMS, has_complete=True, has_manifest=False)
+SKYRL = Layout("skyrl", "delta-", 8, (XOR,), (XXH3,), has_complete=False, has_manifest=True)
+LAYOUTS = {layout.name: layout for layout in (SLIME, SKYRL)}
+
+
+class Versions(NamedTuple):
+    """The versions of a publication.
+
+    Attributes:
+        url: of the directory.
+        layout: how they are called; that of slime if there are none.
+        numbers: of the versions, in order.
+    """
+
+    url: str
+    layout: Layout
+    numbers: list[int]
+
+    def name(self, number: int) -> str:
+        """Returns the name of a version's directory."""
+        return self.layout.version_name(number)
+
+    def path(self, number: int) -> str:
+        """Returns the path or URL of a version."""
+        return f"{self.url}/{self.name(number)}"
 
 
 class DeltaIndex(NamedTuple):
@@ -37,6 +97,7 @@ class DeltaIndex(NamedTuple):
         encoding, checksum: names of the encoding, and of the checksum of the new bytes.
         weight_map: the file of each changed tensor.
         base: path or URL of version 0, where the publisher has it; "" if it does not say.
+        checksums: of the changed tensors, if the index has them; else the files have them.
     """
 
     number: int
@@ -45,6 +106,7 @@ class DeltaIndex(NamedTuple):
     checksum: str
     weight_map: Mapping[str, str]
     base: str = ""
+    checksums: Mapping[str, str] = {}
 
     def render(self) -> dict[str, Any]:
         """Returns the index as JSON values."""
@@ -61,21 +123,39 @@ class DeltaIndex(NamedTuple):
         }
 
 
-def version_name(number: int) -> str:
-    """Returns the name of a version's directory."""
-    return f"weight_v{number:06d}"
+def named_version(name: str) -> tuple[Layout, int] | None:
+    """Returns the layout and the number of a version by its directory's name; None for another."""
+    for layout in LAYOUTS.values():
+        if number := layout.version_number(name):
+            return layout, number
+    return None
 
 
-def version_number(name: str) -> int | None:
-    """Returns the number of a version by the name of its directory; None for another name."""
-    found = _NAME.fullmatch(name)
-    number = int(found[1]) if found else 0
-    return number if number and version_name(number) == name else None
+def no_versions(url: str) -> NotACheckpointError:
+    """Returns the error of a directory without versions."""
+    names = " or ".join(layout.version_name(1) for layout in LAYOUTS.values())
+    return NotACheckpointError(
+        f"no version lies in {printable(url)}", hint=f"looked for {names} and on"
+    )
 
 
-def numbers_in(names: Iterable[str]) -> list[int]:
-    """Returns the numbers of the versions among the names of folders, in order."""
-    return sorted(n for name in names if (n := version_number(name)) is not None)
+def versions_among(names: Iterable[str], url: str) -> Versions:
+    """Returns the versions among the names of folders.
+
+    Raises:
+        FormatError: there are versions of two layouts.
+    """
+    found: dict[Layout, list[int]] = {}
+    for version in filter(None, map(named_version, names)):
+        found.setdefault(version[0], []).append(version[1])
+    if len(found) > 1:
+        both = " and ".join(layout.version_name(max(found[layout])) for layout in found)
+        raise FormatError(
+            f"versions of two layouts lie in one directory: {both} ({printable(url)})",
+            hint="each receiver sees some of them only: move those of one layout elsewhere",
+        )
+    layout = next(iter(found), SLIME)
+    return Versions(url, layout, sorted(found.get(layout, [])))
 
 
 def read_delta_index(store: Store) -> DeltaIndex | None:
@@ -85,15 +165,14 @@ def read_delta_index(store: Store) -> DeltaIndex | None:
         FormatError: it is malformed, or of a kind that this tool does not know.
     """
     if INDEX not in store.list_files():
-        return None
+        return _read_manifest_json(store)
     where = f"{INDEX} in {printable(store.url)}"
     body = _json(store, INDEX, MAX_HEADER_BYTES, where)
     about, weight_map = body.get("metadata"), body.get("weight_map")
     if not isinstance(about, dict) or DELTA not in about:
         return None
     number, base = (_number(about.get(key), key, where) for key in ("version", "base_version"))
-    if base != number - 1:
-        raise FormatError(f"version {number} is a change of version {base}, not of the one before")
+    _check_base(number, base)
     for key, known in (
         (DELTA, ENCODINGS),
         ("compression_format", (COMPRESSION,)),
@@ -115,6 +194,86 @@ def read_delta_index(store: Store) -> DeltaIndex | None:
         weight_map,
         said if isinstance(said, str) else "",
     )
+
+
+def _check_base(number: int, base: int) -> None:
+    if base != number - 1:
+        raise FormatError(f"version {number} is a change of version {base}, not of the one before")
+
+
+def _read_manifest_json(store: Store) -> DeltaIndex | None:
+    """Returns what the manifest of SkyRL says; None if there is none.
+
+    Raises:
+        FormatError: it is malformed, or has checksums of another kind.
+    """
+    if MANIFEST_JSON not in store.list_files():
+        return None
+    where = f"{MANIFEST_JSON} in {printable(store.url)}"
+    body = _json(store, MANIFEST_JSON, MAX_HEADER_BYTES, where)
+    if not all(key in body for key in _KEPT_KEYS):
+        return None  # of somebody else
+    weight_map, checksums = {}, {}
+    try:
+        number, base, said = int(body["version"]), int(body["base_version"]), body.get(BASE, "")
+        for record in body["tensors"]:
+            name, file, key = (str(record[k]) for k in ("name", "payload_file", "payload_key"))
+            kind = record.get("checksum_algorithm", XXH3)
+            if kind not in SKYRL.checksums or key != name or name in weight_map:
+                raise FormatError(
+                    f"{printable(name)!r}: expected one {XXH3} under its own name, got"
+                    f" {printable(str(kind))!r} under {printable(key)!r} ({where})"
+                )
+            weight_map[name], checksums[name] = file, str(record["checksum"])
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise FormatError(f"the manifest of a delta is malformed ({where})") from error
+    if number < 1:
+        raise FormatError(f"version: expected a number from 1 on, got {number} ({where})")
+    _check_base(number, base)
+    base_url = said if isinstance(said, str) else ""
+    return DeltaIndex(number, base, XOR, XXH3, weight_map, base_url, checksums)
+
+
+class ChangedBytes(NamedTuple):
+    """The frame of a tensor in a delta: its bytes, and the checksum of the tensor's new bytes."""
+
+    nbytes: int
+    checksum: str
+
+
+def manifest_json(index: DeltaIndex, frames: Mapping[str, ChangedBytes], catalog: Catalog) -> bytes:
+    """Returns the manifest of a delta as SkyRL's receivers read it.
+
+    Args:
+        index: what the index says.
+        frames: by tensor.
+        catalog: of the version below, which has the same tensors.
+    """
+    tensors = []
+    for name, file in index.weight_map.items():
+        entry, frame = catalog.tensors[name], frames[name]
+        tensors.append(
+            {
+                "name": name,
+                "dtype": entry.dtype.name,
+                "shape": list(entry.shape),
+                "uncompressed_num_bytes": entry.nbytes,
+                "compressed_num_bytes": frame.nbytes,
+                "payload_file": file,
+                "payload_key": name,
+                "checksum": frame.checksum,
+                "checksum_algorithm": index.checksum,
+            }
+        )
+    body = {
+        "version": index.number,
+        "base_version": index.base_number,
+        "tensors": tensors,
+        "total_uncompressed_num_bytes": sum(catalog.tensors[n].nbytes for n in index.weight_map),
+        "total_compressed_num_bytes": sum(frames[n].nbytes for n in index.weight_map),
+        "payload_files": sorted(set(index.weight_map.values())),
+    }
+    return json.dumps(body | ({BASE: index.base} if index.base else {})).encode("ascii")
 
 
 def index_text(store: Store, catalog: Catalog) -> bytes:
