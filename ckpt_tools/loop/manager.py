@@ -658,6 +658,8 @@ class CheckpointManager:
         self._history.resumed, self._history.last_step = (
             (found, number) if path is None else (None, None)
         )
+        if path is None:
+            self._writer.resumed_from(found, self._group, self.storage_options)
         return number
 
     def branch_from(self, number: int | None) -> None:

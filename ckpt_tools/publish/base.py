@@ -415,6 +415,15 @@ class Destination(ABC):
     def existing_result(self) -> tuple[Store, str]:
         """Returns the store of the existing result, and its name if it is one file, else ""."""
 
+    def identity(self, name: str) -> tuple[int | str, ...]:
+        """Returns what stays while nobody changes a file of the existing result.
+
+        Raises:
+            StorageError: there is no such file, or the store cannot be reached.
+        """
+        del name
+        return ()
+
     @abstractmethod
     def stage(
         self,

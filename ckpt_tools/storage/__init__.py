@@ -18,7 +18,7 @@ from ckpt_tools.storage.base import (
     write_file,
 )
 from ckpt_tools.storage.local import LocalStore, PinnedStore
-from ckpt_tools.storage.memory import MemoryStore
+from ckpt_tools.storage.memory import MemoryStore, NoStore
 from ckpt_tools.storage.overlay import Overlay
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ __all__ = [
     "Capabilities",
     "LocalStore",
     "MemoryStore",
+    "NoStore",
     "Overlay",
     "PinnedStore",
     "RemoteStore",

@@ -72,6 +72,31 @@ class MemoryStore(StoreDefaults):
             ) from None
 
 
+class NoStore:
+    """Takes files and keeps nothing, for who wants their checksums alone."""
+
+    capabilities = Capabilities(can_write_anywhere=True)
+
+    def create(self, path: str, nbytes: int) -> Writer:
+        del path, nbytes
+        return _NoWriter()
+
+
+class _NoWriter:
+    def write_at(self, start: int, data: memoryview | bytes) -> None:
+        """Does nothing."""
+
+    def view(self, start: int, nbytes: int) -> memoryview | None:
+        del start, nbytes
+        return None
+
+    def finish(self) -> None:
+        """Does nothing."""
+
+    def abort(self) -> None:
+        """Does nothing."""
+
+
 class _MemoryWriter:
     def __init__(self, store: MemoryStore, path: str) -> None:
         self._store, self._path = store, path

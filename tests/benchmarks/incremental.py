@@ -1,5 +1,5 @@
-"""The second save of an adapter on a frozen base, beside a full save; and what the search for
-unchanged parameters costs where all have changed.
+"""The second save of an adapter on a frozen base, beside a full save; the first one of a job that
+has resumed; and what the search for unchanged parameters costs where all have changed.
 
     python tests/benchmarks/incremental.py DIR [--gb 1] [--runs 9]
 
@@ -13,6 +13,7 @@ import argparse
 import os
 import shutil
 import statistics
+import time
 from pathlib import Path
 
 import harness
@@ -51,6 +52,23 @@ def measure(
     return reports[1]
 
 
+def resumed(folder: Path, model: nn.Module, incremental: str | bool) -> float:
+    """Returns the seconds of the first save of a job, from the call to the commit."""
+    shutil.rmtree(folder, ignore_errors=True)
+    writing = Writing(incremental=incremental)
+    with CheckpointManager(folder, writing=writing) as checkpoints:
+        checkpoints.save(1, {"model": model})
+    with CheckpointManager(folder, writing=writing) as checkpoints:
+        checkpoints.resume({"model": model})
+        with torch.no_grad():
+            model[-1].weight.add_(1e-3)  # type: ignore[index,operator,union-attr]
+        os.sync()
+        began = time.monotonic()
+        checkpoints.save(2, {"model": model})
+        checkpoints.wait()
+        return time.monotonic() - began
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("dir", type=Path)
@@ -73,6 +91,12 @@ def main() -> None:
             parameter.requires_grad_(True)
         report = measure(args.dir / "run", model, incremental, trains_all)
         found[name] += [report] if counts else []
+    model.requires_grad_(False)
+    model[-1].weight.requires_grad_(True)  # type: ignore[union-attr,operator]
+    firsts: dict[str, list[float]] = {"auto": [], "False": []}
+    for name, counts in harness.in_turn(list(firsts), args.runs):
+        seconds = resumed(args.dir / "run", model, "auto" if name == "auto" else False)
+        firsts[name] += [seconds] if counts else []
     shutil.rmtree(args.dir / "run")
     print(f"{'':32}{'MB written':>12}{'seconds':>10}{'stall, ms':>12}")
     for name, reports in found.items():
@@ -86,6 +110,8 @@ def main() -> None:
     print(f"1 % trained / full, seconds: median {part:.3f}")
     part = harness.ratio(both["all trained"], both["all trained, incremental=False"])
     print(f"all trained, with the search / without: median {part:.3f}")
+    linked, full = (statistics.median(firsts[name]) for name in ("auto", "False"))
+    print(f"first save after a resume, seconds: {linked:.3f}, without links {full:.3f}")
 
 
 if __name__ == "__main__":

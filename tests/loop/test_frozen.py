@@ -104,12 +104,88 @@ def test_the_next_save_links_what_did_not_change(asynchronous: bool, tmp_path: P
     assert torch.equal(state["model"][0].weight, job.base)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"asynchronous": False}, {"statistics": True}, {"writing": Writing(overlap_copy=True)}],
+    ids=["background", "blocking", "statistics", "overlap"],
+)
+def test_the_first_save_of_a_job_links_the_file_of_the_step_it_resumed(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    job = Job(root, statistics="statistics" in options)
+    with job.checkpoints:
+        assert [job.save(step) for step in (1, 2)] == [False, True]
+    again = Job(root, keep_last=1, **options)
+    torch.nn.init.zeros_(again.base)
+    with again.checkpoints:
+        assert again.checkpoints.resume(again.state) == 2
+        assert [again.save(step) for step in (3, 4)] == [True, True]
+    again.check(root, tmp_path)
+    assert [p.name for p in root.glob("step*")] == ["step-00000004"]
+    there = root / "step-00000004" / FROZEN
+    assert os.lstat(there).st_nlink == 1 and ckpt_tools.verify(there.parent).problems == []
+    if "statistics" in options:
+        rms = ckpt_tools.stats(there.parent).tensors["model.0.weight"].rms
+        assert rms == pytest.approx(again.base.double().square().mean().sqrt().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("change", ["values", "other ranks", "bit", "gone", "no manifest", "shape"])
+def test_the_first_save_of_a_job_writes_what_the_step_lacks(change: str, tmp_path: Path) -> None:
+    root, where = tmp_path / "run", tmp_path / "run" / "step-00000002"
+    with (job := Job(root)).checkpoints:
+        assert [job.save(step) for step in (1, 2)] == [False, True]
+    again = Job(root)
+    with again.checkpoints:
+        assert again.checkpoints.resume(again.state) == 2
+        data = bytearray((where / FROZEN).read_bytes())
+        if change == "values":
+            with torch.no_grad():
+                again.base[3, 5] += 1
+        elif change in ("bit", "gone"):
+            (where / FROZEN).unlink()  # a file of its own, so that step 1 stays whole
+            data[len(data) // 2] ^= 1
+            if change == "bit":
+                (where / FROZEN).write_bytes(data)
+        elif change == "no manifest":
+            for path in where.glob("ckpt.manifest*"):
+                path.unlink()
+        elif change == "shape":
+            again.model[0].bias.requires_grad_(True)
+            again.optimizer.add_param_group({"params": [again.model[0].bias]})
+        else:
+            (where / FROZEN).rename(where / "__7_1.distcp")
+        assert [again.save(step) for step in (3, 4)] == [False, True]
+    for step in (3, 4):
+        path = root / f"step-{step:08d}"
+        assert ckpt_tools.verify(path).problems == []
+        with ckpt_tools.open(path) as found:
+            for name, values in again.wanted[step].items():
+                assert torch.equal(torch.as_tensor(found[f"model.{name}"][...]), values)
+
+
+def test_the_step_that_was_resumed_may_be_replaced(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    with (job := Job(root)).checkpoints:
+        assert [job.save(step) for step in (1, 2)] == [False, True]
+    again = Job(root)
+    with again.checkpoints:
+        assert again.checkpoints.resume(again.state, step=1) == 1
+        assert again.save(1, overwrite=True) and again.save(3)
+    for step in (1, 3):
+        path = root / f"step-{step:08d}"
+        assert ckpt_tools.verify(path).problems == []
+        got = stock_load(path, tmp_path)["model"]
+        assert all(torch.equal(got[name], values) for name, values in again.wanted[step].items())
+
+
 def test_several_ranks_link_and_others_resume(tmp_path: Path) -> None:
     torchrun(3, "frozen.py", str(tmp_path), "save", "3")
     assert {os.lstat(path).st_nlink for path in tmp_path.glob("run/*/__*_1.distcp")} == {3}
     torchrun(1, "frozen.py", str(tmp_path), "resume", "2")
     torchrun(2, "frozen.py", str(tmp_path), "resume", "2")
-    for step in range(1, 8):
+    torchrun(2, "frozen.py", str(tmp_path), "again", "2")
+    for step in range(1, 10):
         path = tmp_path / "run" / f"step-{step:08d}"
         assert ckpt_tools.verify(path).problems == []
         got = stock_load(path, tmp_path)["model"]
@@ -369,7 +445,12 @@ def test_a_bucket_copies_the_file_itself(server: Server) -> None:
         name = next(n for n in names(fs, "frozen/run/step-00000005") if "__0_1" in n)
         fs.pipe(name, fs.cat(name)[:-1] + b"x")
         assert [job.save(6), job.save(7)] == [True, True]  # from step 4
-    for step, want in job.wanted.items():
+    again = Job(where, storage_options=server.options)
+    with again.checkpoints:
+        assert again.checkpoints.resume(again.state) == 7
+        keeps_checksums = server.name == "moto"  # without these, it would have to be read back
+        assert [again.save(8), again.save(9)] == [keeps_checksums, True]
+    for step, want in {**job.wanted, **again.wanted}.items():
         if step not in (3, 5):  # these were damaged
             path = f"{where}/step-{step:08d}"
             assert ckpt_tools.verify(path, storage_options=server.options).problems == []

@@ -229,7 +229,7 @@ def test_frozen_and_settled_files_side_by_side(tmp_path: Path) -> None:
     job.check(root, tmp_path)
 
 
-def test_a_resumed_job_begins_anew_and_old_steps_go(
+def test_a_resumed_job_links_at_once_and_old_steps_go(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = tmp_path / "run"
@@ -241,8 +241,13 @@ def test_a_resumed_job_begins_anew_and_old_steps_go(
         again = Job(root, keep_last=2)
         with again.checkpoints:
             assert again.checkpoints.resume(again.state) == 7
-            assert [again.save(step) for step in range(8, 14)] == [0, 0, 0, 0, 3, 3]
-    again.check(root, tmp_path)
+            assert [again.save(step) for step in range(8, 12)] == [3, 3, 3, 3]
+            assert [again.save(12, 1), again.save(13), again.save(14)] == [0, 3, 0]
+        third = Job(root, keep_last=2)
+        with third.checkpoints:
+            assert third.checkpoints.resume(third.state) == 14
+            assert [third.save(15, 1), third.save(16, 1, 2)] == [1, 0]
+    third.check(root, tmp_path)
     assert "written again" not in caplog.text
 
 

@@ -60,7 +60,7 @@ _ALIGNED_BYTES = 64 << 10  # of a payload: shorter ones would grow too much
 _MANY_BYTES = 1 << 20  # a `.metadata` of this size has about 5,000 chunks
 COLUMNS_FROM = 16  # chunks of a tensor
 _MAX_MORE_BYTES = 512  # torch adds a hash of the contents after the payload
-_DATA_FILE = re.compile(rf"__([0-9]+)_[0-9]+(?:\.{SHORT_ID})?\.distcp$")
+_DATA_FILE = re.compile(rf"__([0-9]+)_([0-9]+)(?:\.{SHORT_ID})?\.distcp$")
 _MAX_RESOLVED_BYTES = 64 << 20
 _QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
 _RANK_METADATA = re.compile(r"__([0-9]+)\.metadata")
@@ -573,6 +573,12 @@ def is_data_file(name: str) -> bool:
     Both torch and this tool use these names.
     """
     return _DATA_FILE.fullmatch(name) is not None or _RANK_METADATA.fullmatch(name) is not None
+
+
+def data_file_number(name: str) -> int | None:
+    """Returns which of its rank's data files a file is; None for no data file."""
+    match = _DATA_FILE.fullmatch(name)
+    return int(match[2]) if match else None
 
 
 def is_rank_metadata(name: str) -> bool:

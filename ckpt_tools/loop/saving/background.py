@@ -6,20 +6,22 @@ old steps.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from ckpt_tools.core.laps import format_laps
+from ckpt_tools.core.laps import Laps, format_laps
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.formats.base import new_attempt
 from ckpt_tools.loop.saving.file_contents import KnownFiles
 from ckpt_tools.loop.saving.hooks import Hooks
 from ckpt_tools.loop.saving.huggingface_copies import HuggingFaceWriter
-from ckpt_tools.loop.saving.known_files import Unchanged
+from ckpt_tools.loop.saving.known_files import ResumedStep, Unchanged
 from ckpt_tools.loop.saving.limits import WriteLimits
 from ckpt_tools.loop.saving.save import Save, SaveLayout, SaveReport, write
 from ckpt_tools.loop.saving.staying import SettledTensors
@@ -153,6 +155,22 @@ class BackgroundWriter:
             and target.exists()
         )
 
+    def resumed_from(
+        self, path: Path | str, group: GlooGroup, options: Mapping[str, Any] | None
+    ) -> None:
+        """Takes note of the step that was loaded, if it is one of this run: the next save may link
+        its files. All ranks call it.
+        """
+        name = os.path.basename(path)
+        if self.settled is None or path != self.root.step_path(name):
+            return
+        step = ResumedStep(name, self.target(name), path, options)
+        self.known_files.resumed = step
+        with group.phase("look at the files of the step"):
+            names = step.settled() if group.rank == 0 else []
+        if names := group.broadcast(names, "share the names of settled tensors"):
+            self.settled.begin(names)
+
     def submit(self, save: PendingSave, group: GlooGroup) -> None:
         """Starts to write a step in the background."""
         self._is_waited_for.clear()
@@ -271,7 +289,7 @@ class BackgroundWriter:
         is_there, news = False, None  # news of the settled tensors
         with group.phase(f"begin {what}"):
             self._read_back.check(save.objects)
-            memory = pending.staged.wait()
+            memory, laps = pending.staged.wait(), Laps()
             contents = self.known_files.contents(
                 save.layout,
                 memory,
@@ -280,6 +298,7 @@ class BackgroundWriter:
                 save.extras.statistics,
                 limits.jobs,
             )
+            laps.lap("compare")
             if group.rank == 0:
                 is_there = self._make_ready(pending, target, attempts)
                 if self.settled is not None and self.settled.chosen != self.settled.names:
@@ -295,7 +314,7 @@ class BackgroundWriter:
             extras=replace(
                 save.extras,
                 before=self._step_before(save.layout),
-                timing=_with_copy(save.extras.timing, pending.staged.waited_s),
+                timing=_with(save.extras.timing, copy=pending.staged.waited_s, **laps.seconds),
             ),
         )
         progress = limits.throttle(self._is_waited_for)
@@ -463,9 +482,9 @@ def _nothing() -> None:
     """Stands for the end of what a thread had to do."""
 
 
-def _with_copy(timing: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """Returns the seconds of the phases, with those for which the copy was waited for."""
-    return {**timing, "copy": timing.get("copy", 0.0) + seconds}
+def _with(timing: Mapping[str, float], **more: float) -> dict[str, float]:
+    """Returns the seconds of the phases, with more of some."""
+    return {**timing, **{name: timing.get(name, 0.0) + seconds for name, seconds in more.items()}}
 
 
 def _attempt_of(target: Destination) -> str:

@@ -12,7 +12,13 @@ from typing import NamedTuple
 import torch
 
 from ckpt_tools.core.checksum import crc64nvme
-from ckpt_tools.loop.saving.known_files import IMPOSSIBLE, KnownFile, LinkSource, Unchanged
+from ckpt_tools.loop.saving.known_files import (
+    IMPOSSIBLE,
+    KnownFile,
+    LinkSource,
+    ResumedStep,
+    Unchanged,
+)
 from ckpt_tools.loop.saving.save import SaveLayout
 from ckpt_tools.loop.saving.write import RankFile
 from ckpt_tools.loop.state.shard_info import FileKind
@@ -32,7 +38,13 @@ class FileContent(NamedTuple):
 
 
 class KnownFiles:
-    """The files of shards that stay the same, of the last save that had each of them."""
+    """The files of shards that stay the same, of the last save that had each of them.
+
+    Attributes:
+        resumed: until the first save is committed, the step that was loaded.
+    """
+
+    resumed: ResumedStep | None = None
 
     def __init__(self) -> None:
         self._known: dict[FileKind, KnownFile] = {}
@@ -83,11 +95,16 @@ class KnownFiles:
             if plan.kind == FileKind.SETTLED and self._can_link:
                 with ThreadPoolExecutor(jobs, "ckpt-prove") as pool:
                     checksums = tuple(pool.map(crc64nvme, copies))
-                known = self._find(plan.kind, layout, checksums, measures)
-                given = copies if known is None else Unchanged(known, copies=copies)
-                found[plan.kind] = FileContent(given, checksums)
             elif plan.kind == FileKind.FROZEN:
-                found[plan.kind] = FileContent(copies, frozen_checksums)
+                checksums = frozen_checksums
+            else:
+                continue
+            known = self._find(plan.kind, layout, checksums, measures)
+            if known is None and self.resumed is not None and self._can_link and checksums:
+                shards = layout.shards_in(plan.kind)
+                known = self.resumed.find(plan, shards, checksums, copies, jobs, measures)
+            given = copies if known is None else Unchanged(known, copies=copies)
+            found[plan.kind] = FileContent(given, checksums)
         if frozen is not None:
             found[FileKind.FROZEN] = FileContent(frozen, frozen_checksums)
         return [found[plan.kind] for plan in layout.files]
@@ -124,6 +141,7 @@ class KnownFiles:
             parts: the files as they were written or linked.
             step, target, attempt: where they are.
         """
+        self.resumed = None
         for plan, (given, checksums), part in zip(layout.files, contents, parts, strict=True):
             self._can_link = self._can_link and part.how != IMPOSSIBLE
             if plan.kind == FileKind.CHANGING or not checksums:

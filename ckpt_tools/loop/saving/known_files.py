@@ -1,26 +1,36 @@
 """The files of shards that stay the same: a save takes one over from the step before.
 
+The first save of a job takes over those of the step that it has resumed from.
+
 Imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
+from ckpt_tools.core.checksum import crc64nvme, hex64
+from ckpt_tools.core.logs import log
 from ckpt_tools.engine.statistics import Moments
 from ckpt_tools.errors import CheckpointError, StorageError, printable
-from ckpt_tools.loop.saving.write import RankFile
+from ckpt_tools.formats.dcp.format import data_file_number
+from ckpt_tools.loop.saving.write import FilePlan, RankFile, rehearsed_part
 from ckpt_tools.loop.state.checksums import checksums_of
-from ckpt_tools.loop.state.shard_info import ShardInfo
+from ckpt_tools.loop.state.shard_info import FileKind, ShardInfo
 from ckpt_tools.loop.state.staging import Stager
 from ckpt_tools.publish.base import Attempt, Destination, NoLinksError
+from ckpt_tools.publish.find_manifest import find_manifest
+from ckpt_tools.publish.sealed_source import open_sealed
+from ckpt_tools.storage import Store, read
 
 IMPOSSIBLE = "impossible"  # how a file was taken over: this store can neither link nor copy
+_READ_BYTES = 8 << 20
 _MAX_SOURCES = 8  # steps that are remembered as a source of a file
 
 
@@ -53,6 +63,101 @@ class KnownFile(NamedTuple):
     def and_in(self, source: LinkSource) -> KnownFile:
         """Returns the file with one more step that holds it."""
         return self._replace(sources=(source, *self.sources)[:_MAX_SOURCES])
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedStep:
+    """The step that this job has resumed from.
+
+    Attributes:
+        name, target: of the step.
+        path: of it, or its URL.
+        storage_options: for fsspec.
+    """
+
+    name: str
+    target: Destination
+    path: Path | str
+    storage_options: Mapping[str, Any] | None
+
+    def settled(self) -> list[str]:
+        """Returns the tensors that lie in files of settled ones; none if it cannot be read."""
+        source = None
+        try:
+            origin, _ = self.target.existing_result()
+            with closing(origin):
+                manifest = find_manifest(origin)
+            if manifest is None or not any(map(_is_settled, manifest.files)):
+                return []
+            source, _ = open_sealed(self.path, self.storage_options)
+            return sorted(
+                fqn
+                for fqn, entry in source.catalog.tensors.items()
+                if entry.chunks and all(map(_is_settled, entry.chunks.file_names()))
+            )
+        except CheckpointError as error:
+            log.info("no tensor counts as settled at first: %s", error)
+            return []
+        finally:
+            if source is not None:
+                source.store.close()
+
+    def find(
+        self,
+        plan: FilePlan,
+        shards: tuple[ShardInfo, ...],
+        checksums: tuple[int, ...],
+        memory: Sequence[memoryview],
+        jobs: int,
+        measures: bool,
+    ) -> KnownFile | None:
+        """Returns the file of this step that a file would be a copy of; None if there is none.
+
+        The file that would be written is computed, and that of the step is read.
+
+        Args:
+            plan: of the file.
+            shards, checksums: that it holds, and a checksum of each.
+            memory: their bytes.
+            jobs: threads.
+            measures: the save has statistics.
+        """
+        (name, nbytes), *_ = plan.target.file_sizes.items()
+        try:
+            origin, _ = self.target.existing_result()
+            with closing(origin):
+                manifest = find_manifest(origin)
+                if manifest is None:
+                    return None
+                file = self.target.name(name, manifest.attempt)
+                sealed = manifest.files.get(file)
+                if sealed is None or sealed.nbytes != nbytes:
+                    return None
+                identity = self.target.identity(file)
+                part = rehearsed_part(plan, memory, jobs, measures)
+                if sealed.crc64nvme != hex64(part.crc64) or _crc64(origin, file) != part.crc64:
+                    return None
+        except CheckpointError as error:
+            log.info("%s of the step before is not linked: %s", name, error)
+            return None
+        source = LinkSource(self.name, self.target, manifest.attempt, identity)
+        return KnownFile(shards, checksums, (source,), part)
+
+
+def _is_settled(file: str) -> bool:
+    return data_file_number(file) == FileKind.SETTLED
+
+
+def _crc64(store: Store, file: str) -> int | None:
+    """Returns the CRC-64 of a file, as the store keeps it or else from its bytes; None if a remote
+    store does not keep it.
+    """
+    if store.capabilities.is_remote:
+        return store.stored_crcs([file]).get(file)
+    crc = 0
+    for start in range(0, nbytes := store.size(file), _READ_BYTES):
+        crc = crc64nvme(read(store, file, start, min(_READ_BYTES, nbytes - start)), crc)
+    return crc
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,8 +96,9 @@ class SaveReport:
         mirror_lag_steps: on rank 0, steps that the mirror does not have yet, this one included.
         not_finite: on rank 0, tensors with NaN or infinite values, if the save measured them.
         timing: seconds of each phase: `wait` for the save before, `collect` the state, `agree` with
-            the other ranks, `copy` to host memory, `write`, `fsync` and `commit`. On rank 0,
-            `write` and `fsync` are those of the slowest rank.
+            the other ranks, `compare` replicas, and what may be linked, `copy` to host memory,
+            `write`, `fsync` and `commit`. On rank 0, `write` and `fsync` are those of the slowest
+            rank.
     """
 
     path: str

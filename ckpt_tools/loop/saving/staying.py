@@ -55,6 +55,10 @@ class SettledTensors:
         self._changed = set[str]()  # since the last choice
         self._num_saves = self._num_events = self._next_event = 0
 
+    def begin(self, names: Sequence[str]) -> None:
+        """Takes the settled tensors of the step that was resumed from, for the next save."""
+        self.names = self.chosen = frozenset(names)
+
     def note(self, fingerprints: Mapping[str, str]) -> None:
         """Takes the fingerprint of each tensor of a save that is committed. Rank 0 calls it."""
         changed = {n for n, value in fingerprints.items() if self._fingerprints.get(n) != value}

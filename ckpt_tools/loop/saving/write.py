@@ -36,7 +36,7 @@ from ckpt_tools.publish.manifest import (
     file_name,
     seal_file,
 )
-from ckpt_tools.storage import LocalStore, MemoryStore, write_file
+from ckpt_tools.storage import LocalStore, MemoryStore, NoStore, write_file
 
 _WRITE_BYTES = 4 << 20
 
@@ -193,6 +193,29 @@ def write_part(
         measured=measured,
     )
     laps = Laps()
+    part = _fill(plan, sink, memory, jobs, progress, laps)
+    staged.sync()
+    laps.lap("fsync")
+    identity = staged.identity(target.name(name, staged.attempt)) if plan.kind else ()
+    return part._replace(objects=tuple(places), seconds=laps.seconds, identity=identity)
+
+
+def rehearsed_part(
+    plan: FilePlan, memory: Sequence[memoryview], jobs: int, measures: bool
+) -> RankFile:
+    """Returns what `write_part` would return for a file without objects. It writes nothing."""
+    sink = WriteSink(plan.target, NoStore(), measures=measures)
+    return _fill(plan, sink, memory, jobs, None, Laps())
+
+
+def _fill(
+    plan: FilePlan,
+    sink: WriteSink,
+    memory: Sequence[memoryview],
+    jobs: int,
+    progress: Progress | None,
+    laps: Laps,
+) -> RankFile:
     try:
         sink.open()
         execute_batches(
@@ -206,21 +229,10 @@ def write_part(
         checksums = sink.finish()
     finally:
         sink.abort()
-    staged.sync()
-    laps.lap("fsync")
+    (name, nbytes), *_ = sink.target.file_sizes.items()
     shares = {fqn: sink.fingerprints.share_of(fqn) for fqn in plan.target.slots}
     ranges = tuple(sink.ranges_of(name))
-    return RankFile(
-        name,
-        nbytes,
-        checksums[name],
-        ranges,
-        tuple(places),
-        shares,
-        sink.moments,
-        laps.seconds,
-        staged.identity(target.name(name, staged.attempt)) if plan.kind else (),
-    )
+    return RankFile(name, nbytes, checksums[name], ranges, (), shares, sink.moments)
 
 
 def write_files(staged: Attempt, files: Mapping[str, bytes]) -> dict[str, SealedFile]:

@@ -146,6 +146,11 @@ class RemoteDestination(Destination):
             else (store, "")
         )
 
+    def identity(self, name: str) -> tuple[int | str, ...]:
+        store = RemoteStore(self.url, self._options)
+        store.list_files()
+        return (store.version(name),)
+
     @property
     def can_resume(self) -> bool:
         return self.takes_parts

@@ -96,6 +96,12 @@ class LocalDestination(Destination):
             )
         commit.check_destination(self.path, overwrite, self._find_foreign)
 
+    def identity(self, name: str) -> tuple[int | str, ...]:
+        try:
+            return _identity(self.path / name)
+        except OSError as error:
+            raise failed("look at", self.path / name, error) from error
+
     def add_note(self, name: str, data: bytes, attempt: str) -> None:
         folder = self.path if self.path.is_dir() else self.path.parent
         commit.add_file(folder, name, data, attempt)
