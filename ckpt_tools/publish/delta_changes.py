@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from ckpt_tools.core.box import Box, flat_parts, flat_start, is_flat, whole
+from ckpt_tools.core.box import Box, flat_start, is_flat, row_major_strides
 from ckpt_tools.core.catalog import TensorEntry
 from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.core.plan import Target
@@ -104,7 +105,7 @@ class ChangeFinder:
         if old is None:
             old = self._read(entry, box)
         noted = Fingerprints()
-        noted.add(tile, crc64nvme(old.data), old)
+        noted.add(tile, _crc64(tile, old), old)
         diff = np.bitwise_xor(data, old, out=old)
         num_changed = int(np.count_nonzero(diff))
         piece = Piece(box, self._compressor.compress(diff)) if num_changed else None
@@ -164,21 +165,36 @@ class ChangeFinder:
                 raise wrong_before(name, self._before)
 
 
+def _crc64(tile: Tile, data: Bytes) -> int:
+    """Returns the checksum of a box; 0 if it is not contiguous, and so needs one of each row."""
+    return crc64nvme(data.data) if is_flat(tile.box, tile.tensor.shape) else 0
+
+
 def _sums(data: Bytes, box: Box, entry: TensorEntry) -> tuple[int, int]:
     """Returns the part that a box has in the two sums of a tensor's Adler-32.
 
     The second sum counts each byte once for every byte from it to the end of the tensor.
     """
-    plain = weighted = 0
-    nbytes, itemsize, at = entry.nbytes, entry.dtype.itemsize, 0
-    for run in flat_parts(box, whole(entry.shape)):
-        part = data[at : at + run.numel * itemsize]
-        at += len(part)
-        behind = nbytes - flat_start(run, entry.shape) * itemsize - len(part)
-        adler = zlib.adler32(part.data)
-        one = (adler & 0xFFFF) - 1
-        plain, weighted = plain + one, weighted + (adler >> 16) - len(part) + one * behind
-    return plain % ADLER_BASE, weighted % ADLER_BASE
+    starts = _run_starts(box, entry.shape) * entry.dtype.itemsize
+    length, view = len(data) // max(1, len(starts)), data.data
+    parts = (view[at : at + length] for at in range(0, len(data), max(1, length)))
+    adlers = np.fromiter(map(zlib.adler32, parts), np.int64)
+    if not len(adlers):
+        return 0, 0
+    plain, behind = (adlers & 0xFFFF) - 1, (entry.nbytes - starts - length) % ADLER_BASE
+    weighted = (adlers >> 16) - length + plain * behind
+    return int(plain.sum() % ADLER_BASE), int((weighted % ADLER_BASE).sum() % ADLER_BASE)
+
+
+def _run_starts(box: Box, shape: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Returns the first element of each run of a box that is contiguous in a tensor, in order."""
+    strides, dim = row_major_strides(shape), len(shape) - 1
+    while dim > 0 and box.sizes[dim] == shape[dim]:
+        dim -= 1
+    starts = np.zeros(1, np.int64)
+    for offset, size, stride in zip(box.offsets[:dim], box.sizes[:dim], strides, strict=False):
+        starts = (starts[:, None] + (offset + np.arange(size)) * stride).reshape(-1)
+    return starts + sum(o * s for o, s in zip(box.offsets[dim:], strides[dim:], strict=True))
 
 
 class ChangeSink(WriteSink):
@@ -198,7 +214,7 @@ class ChangeSink(WriteSink):
         del scratch
         found = Fingerprints()
         for tile, data in zip(batch.tiles, tiles, strict=True):
-            found.add(tile, crc64nvme(data.data), data)
+            found.add(tile, _crc64(tile, data), data)
             self._finder.put(tile, data)
         with self._lock:
             self.fingerprints.absorb(found.noted)

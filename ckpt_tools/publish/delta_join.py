@@ -21,7 +21,7 @@ from ckpt_tools.core.checksum import crc64nvme
 from ckpt_tools.engine.kernels import Bytes, gather, scatter
 from ckpt_tools.engine.sinks import empty_bytes
 from ckpt_tools.formats.deltas.encoding import Encoder, Hasher, new_hasher
-from ckpt_tools.formats.deltas.joined_frames import frame_of
+from ckpt_tools.formats.deltas.joined_frames import BlockCompressor, frame_of
 from ckpt_tools.formats.deltas.layout import ADLER32, OVERWRITE, DeltaIndex
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.publish.delta_changes import ADLER_BASE, Piece, TensorChange
@@ -90,8 +90,10 @@ class ChangeJoiner:
                 for box, blocks in pieces
             )
             self._frames.add(name, frame_of(nbytes, parts), hasher.hexdigest())
-        else:
+        elif self._needs_old or (blocks := _compressed(entry, pieces)) is None:
             self._encode_anew(name, entry, pieces, hasher)
+        else:
+            self._frames.add(name, frame_of(nbytes, blocks), hasher.hexdigest())
         with self._lock:
             self.num_changed += 1
             self.changed_nbytes += sum(change.num_changed for change in changes)
@@ -150,6 +152,20 @@ def _rounds(sizes: Mapping[str, int], num_ranks: int) -> Iterator[dict[str, int]
         owners[name] = rank
         total += nbytes
     yield owners
+
+
+def _compressed(entry: TensorEntry, pieces: Sequence[Piece]) -> list[tuple[int, int, bytes]] | None:
+    """Returns the blocks of a whole tensor for `frame_of`; None if some cannot follow others."""
+    found: list[tuple[int, int, bytes]] = []
+    compressor, at = BlockCompressor(), 0
+    for diff in _difference(entry, pieces):
+        if diff.any():
+            blocks = compressor.compress(diff)
+            if found and not blocks.can_follow:
+                return None
+            found.append((at, len(diff), blocks.data))
+        at += len(diff)
+    return found
 
 
 def _difference(entry: TensorEntry, pieces: Sequence[Piece]) -> Iterator[Bytes]:
