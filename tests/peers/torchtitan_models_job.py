@@ -1,6 +1,6 @@
 """A model of torchtitan, with torchtitan's optimizers and CheckpointManager:
 `torchtitan_models_job.py OUT save HOW` makes two steps and saves them; `… OUT load HOW` loads step
-2. HOW is `fused` or `separate` for a Llama, or `qwen3`, `qwen3_moe`, `deepseek_v3`.
+2. HOW is `fused` or `separate` for a Llama, or `qwen3`, `qwen3_moe`, `deepseek_v3`, `gpt_oss`.
 
 `OUT/save.pt` or `OUT/load.pt` is what it then has. `OUT/hf.pt` is what torchtitan's own adapter
 makes of the model, and of each kind of moments.
@@ -31,7 +31,7 @@ def config(how):
     """Returns the configuration of a small model, its class, and that of its adapter."""
     # kernels of a GPU, which need Triton: the models import them, and a CPU never calls them
     sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = MagicMock()
-    from torchtitan.models import deepseek_v3, llama3, qwen3
+    from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
     from torchtitan.models.common import ComplexRoPE
     from torchtitan.models.common.rope import CosSinRoPE
 
@@ -47,6 +47,22 @@ def config(how):
             qwen3._build_qwen3_moe_layers(**heads, **experts, top_k=2, moe_comm_backend="standard")
             if how == "qwen3_moe"
             else qwen3._build_qwen3_layers(**heads, hidden_dim=48)
+        )
+    elif how == "gpt_oss":
+        from torchtitan.models.gpt_oss.state_dict_adapter import GptOssStateDictAdapter as Adapter
+
+        kind = gpt_oss.GptOssModel
+        whole = gpt_oss._debugmodel(attn_backend="flex", moe_comm_backend="standard")
+        layers = gpt_oss._build_gptoss_layers(
+            dim=DIM,
+            n_layers=LAYERS,
+            hidden_dim=8,
+            num_experts=4,
+            top_k=2,
+            load_balance_coeff=1e-3,
+            attn_backend="flex",
+            moe_comm_backend="standard",
+            rope=CosSinRoPE.Config(dim=64, max_seq_len=64, theta=10000),
         )
     elif how == "deepseek_v3":
         from torchtitan.models.deepseek_v3.state_dict_adapter import (

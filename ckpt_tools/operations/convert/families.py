@@ -44,6 +44,7 @@ FAMILIES = (
     Family("Llama", ("llama",), "torchtitan or Meta", "llama"),
     Family("Qwen3", ("qwen3", "qwen3_moe"), TORCHTITAN, "qwen3"),
     Family("DeepSeek-V3", ("deepseek_v3",), TORCHTITAN, "deepseek_v3"),
+    Family("gpt-oss", ("gpt_oss",), TORCHTITAN, "gpt_oss"),
 )
 
 

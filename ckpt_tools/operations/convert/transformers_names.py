@@ -311,9 +311,12 @@ def _check_model(parts: TrainingState, names: ModelNames, where: str) -> None:
     """Refuses a model with names or shapes that the config's model has nowhere."""
     unknown = [n for n in parts.model if n not in names.memory and n not in names.files]
     if unknown:
+        is_quantized = all(parts.model[name].quantized is not None for name in unknown)
         raise PlanError(
             f"the config's model has no {some(unknown)} ({printable(where)})",
-            hint="is it the config of these weights? --rename changes names, --partial keeps these",
+            hint="--dtype bf16 turns quantized weights into numbers, which have other names"
+            if is_quantized
+            else "is it the config of these weights? --rename changes names, --partial keeps these",
         )
     for name, entry in parts.model.items():
         shapes = {kind[name] for kind in (names.memory, names.files) if name in kind}
