@@ -301,10 +301,10 @@ def convert(
         str | None,
         typer.Option(
             "--names",
-            metavar="hub|transformers|torchtitan",
+            metavar="hub|transformers|torchtitan|meta",
             help=(
                 "Names and tensors of files on the Hub (the default of hf), of transformers in"
-                " memory, or of torchtitan, with their optimizer state; needs --base."
+                " memory, of torchtitan or of Meta, with their optimizer state; needs --base."
             ),
             show_default=False,
             rich_help_panel="More",

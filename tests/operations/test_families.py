@@ -111,6 +111,36 @@ def test_torchtitan_s_names_from_the_hub_s_and_from_meta_s(
     assert same(again, want)
 
 
+@pytest.mark.slow
+def test_meta_s_names_from_the_hub_s_and_from_torchtitan_s(
+    llamas: tuple[State, Path, Path], tmp_path: Path
+) -> None:
+    weights, folder, meta = llamas
+    save_file(weights, tmp_path / "hub.safetensors")
+    titan = tmp_path / "titan.safetensors"
+    ckpt_tools.convert(meta, titan, to="safetensors", base=folder, names="torchtitan")
+    for source in (tmp_path / "hub.safetensors", titan, meta):
+        there = tmp_path / "consolidated.pth"
+        ckpt_tools.convert(source, there, to="torch", base=folder, names="meta", overwrite=True)
+        found, want = torch.load(there), as_meta(weights)
+        assert found.keys() == want.keys()
+        assert all(torch.equal(found[name], values) for name, values in want.items())
+    tied = {name: values for name, values in weights.items() if name != "lm_head.weight"}
+    save_file(tied, tmp_path / "tied.safetensors")
+    values = json.loads((folder / "config.json").read_text())
+    base = config(tmp_path / "base-of-tied", **values | {"tie_word_embeddings": True})
+    result = ckpt_tools.convert(
+        tmp_path / "tied.safetensors", there, to="torch", base=base, names="meta", overwrite=True
+    )
+    assert any("written, too" in note for note in result.notes)
+    found = torch.load(there)
+    assert found.keys() == want.keys()
+    assert torch.equal(found["output.weight"], weights["model.embed_tokens.weight"])
+    back = tmp_path / "back"
+    ckpt_tools.convert(there, back, to="hf", base=base, check=True)
+    assert same(back, tied)
+
+
 def test_inspect_tells_whose_names_they_are(
     llamas: tuple[State, Path, Path], tmp_path: Path
 ) -> None:
@@ -194,9 +224,12 @@ def test_what_does_not_fit_is_refused_with_the_candidates(
     with pytest.raises(PlanError, match="--names needs --base"):
         ckpt_tools.convert(meta, out, to="dcp", names="torchtitan")
     with pytest.raises(
-        PlanError, match="expected one of hub, transformers, torchtitan, got 'meta'"
+        PlanError, match="expected one of hub, transformers, torchtitan, meta, got 'metta'"
     ):
-        ckpt_tools.convert(meta, out, to="dcp", base=folder, names="meta")
+        ckpt_tools.convert(meta, out, to="dcp", base=folder, names="metta")
+    qwen = config(tmp_path / "qwen", model_type="qwen3", num_attention_heads=4)
+    with pytest.raises(PlanError, match="--names meta: no map for 'qwen3'"):
+        ckpt_tools.convert(meta, out, to="dcp", base=qwen, names="meta", partial=True)
     # one tensor more, which no rule explains
     torch.save(as_meta(weights) | {"extra.weight": torch.ones(2)}, tmp_path / "more.pth")
     with pytest.raises(PlanError, match=r"matches 1 names: extra\.weight \(llama_titan"):

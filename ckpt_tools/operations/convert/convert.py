@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Unpack, cast
 
-from ckpt_tools.core.catalog import Catalog
+from ckpt_tools.core.catalog import Catalog, TensorEntry
 from ckpt_tools.core.coverage import check as check_catalog
 from ckpt_tools.core.naming import key_path, model_only, strip_wrappers, stripped_from, stripper
 from ckpt_tools.core.quantized import OF_TORCHAO, weights_in
@@ -28,6 +28,8 @@ from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.families import (
     FAMILIES,
     HUB_ENDING,
+    MAPPED_NAMES,
+    META,
     TORCHTITAN,
     family_of,
     foreign_names,
@@ -73,6 +75,8 @@ from ckpt_tools.transfer.transfer import TransferRequest, transfer
 
 _PARAM_ORDER, _OF_THE_FILE = "param_order", "of the file"  # in the manifest's `source`
 _COPIES = ("bit16.",)  # DeepSpeed's second copy of the weights
+_OWNERS = {TORCHTITAN: "torchtitan's", META: "Meta's"}
+_INPUT, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"  # of Llama on the Hub
 
 
 @checked(Conversion)
@@ -176,8 +180,8 @@ def prepare(
     source = numbers.shown
     taken = _taken_apart(source, to, how, bool(is_model), is_unordered)
     parts = _named_by_transformers(_renamed(taken, source, to, how), to, how, source)
-    if how.get("names") == TORCHTITAN:
-        parts = _named_by_torchtitan(parts, how, source)
+    if how.get("names") in MAPPED_NAMES:
+        parts = _named_by_map(parts, how, source)
     parts.tensors = {fqn: t for fqn, t in parts.tensors.items() if not fqn.startswith(_COPIES)}
     parts.is_dequantized = any(entry.is_computed for entry in parts.model.values())
     parts.notes += numbers.notes
@@ -381,28 +385,45 @@ def _found_map(parts: TrainingState, to: str, how: Conversion) -> str | None:
     return family.to_hub
 
 
-def _named_by_torchtitan(parts: TrainingState, how: Conversion, source: Source) -> TrainingState:
-    """Returns the training state with the names of torchtitan, from those of the Hub.
+def _named_by_map(parts: TrainingState, how: Conversion, source: Source) -> TrainingState:
+    """Returns the training state with the names of torchtitan or Meta, from those of the Hub.
 
     Raises:
         PlanError: there is no map for the config's model.
     """
-    base = how.get("base")
-    assert base is not None  # `check_request` has seen it
+    base, wanted = how.get("base"), how.get("names")
+    assert base is not None and wanted is not None  # `check_request` has seen it
     family = family_of(config := read_config(base))
-    if family is None:
-        known = ", ".join(kind for one in FAMILIES for kind in one.model_types)
+    if family is None or wanted not in family.namings:
+        all_of = (one.model_types for one in FAMILIES if wanted in one.namings)
+        known = ", ".join(kind for kinds in all_of for kind in kinds)
         raise PlanError(
-            f"--names {TORCHTITAN}: no map for {printable(str(config.get('model_type')))!r}",
+            f"--names {wanted}: no map for {printable(str(config.get('model_type')))!r}",
             hint=f"known are {known}; --map FILE takes a map of your own",
         )
-    parts.notes.append(f"converted to torchtitan's names with the map {family.from_hub}")
-    there = untie(source, Catalog("model", parts.model), config, parts.notes).tensors
-    parts = replace(parts, model=dict(there), prefix=())  # torchtitan has no key above the model
-    keys = read_map(family.from_hub, _numbers(base, {}))
+    key_map = family.from_hub(wanted)
+    parts.notes.append(f"converted to {_OWNERS[wanted]} names with the map {key_map}")
+    model: Mapping[str, TensorEntry] = parts.model
+    if wanted == META:
+        model = _with_output(model, config, parts.notes)
+    else:
+        model = untie(source, Catalog("model", parts.model), config, parts.notes).tensors
+    parts = replace(parts, model=dict(model), prefix=())  # they have no key above the model
+    keys = read_map(key_map, _numbers(base, {}))
     refuse_unnamed(parts, "a key map changes parameters and their state")
     parts.renamed_by.append(keys.title)
     return apply_map(parts, keys, source, bool(how.get("partial")))
+
+
+def _with_output(
+    model: Mapping[str, TensorEntry], config: Mapping[str, Any], notes: list[str]
+) -> Mapping[str, TensorEntry]:
+    """Returns a model with an output of its own: Meta's files have both of two tied weights."""
+    found = model.get(_INPUT)
+    if not config.get("tie_word_embeddings") or _OUTPUT in model or found is None:
+        return model
+    notes.append(f"{_OUTPUT} is tied to {_INPUT}, and written, too, as in Meta's files")
+    return {**model, _OUTPUT: replace(found, fqn=_OUTPUT)}
 
 
 def _named_by_transformers(
@@ -415,7 +436,7 @@ def _named_by_transformers(
     base, wanted = how.get("base"), how.get("names")
     if base is None or (wanted is None and to != "hf") or not parts.model:
         return parts
-    if wanted == TORCHTITAN:  # its map is from the Hub's names
+    if wanted in MAPPED_NAMES:  # their maps are from the Hub's names
         wanted = HUB
         if family_of(read_config(base)) is None:
             return parts  # refused later
@@ -445,7 +466,7 @@ def _unknown_to_transformers(parts: TrainingState, how: Conversion, reason: str)
         PlanError: its names are wanted.
     """
     wanted = how.get("names")
-    if wanted == TORCHTITAN:
+    if wanted in MAPPED_NAMES:
         why = printable(reason)
         parts.notes.append(f"the names were not compared with the config's model: {why}")
     elif wanted is not None:

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.operations.convert.map_file import read_map
 
-TORCHTITAN = "torchtitan"
+TORCHTITAN, META = "torchtitan", "meta"
+_MAPPED = {TORCHTITAN: "titan", META: "meta"}  # in the names of maps
+MAPPED_NAMES = tuple(_MAPPED)
 _MOST, _SHOWN = 0.5, 3
 _LOOKED_AT = 200  # names, evenly from all
 HUB_ENDING = "on the Hub"  # of what people are told of its names
@@ -22,26 +24,27 @@ class Family(NamedTuple):
         model_types: as `model_type` in a config says.
         writers: whose names the map to the Hub's knows.
         stem: of the names of its maps.
+        namings: whose names there are maps to.
     """
 
     title: str
     model_types: tuple[str, ...]
     writers: str
     stem: str
+    namings: tuple[str, ...] = (TORCHTITAN,)
 
     @property
     def to_hub(self) -> str:
         """Returns the map to the names of the Hub."""
         return f"{self.stem}_titan_to_hf"
 
-    @property
-    def from_hub(self) -> str:
-        """Returns the map from the names of the Hub to torchtitan's."""
-        return f"{self.stem}_hf_to_titan"
+    def from_hub(self, naming: str = TORCHTITAN) -> str:
+        """Returns the map from the names of the Hub to those of one of `namings`."""
+        return f"{self.stem}_hf_to_{_MAPPED[naming]}"
 
 
 FAMILIES = (
-    Family("Llama", ("llama",), "torchtitan or Meta", "llama"),
+    Family("Llama", ("llama",), "torchtitan or Meta", "llama", MAPPED_NAMES),
     Family("Qwen3", ("qwen3", "qwen3_moe"), TORCHTITAN, "qwen3"),
     Family("DeepSeek-V3", ("deepseek_v3",), TORCHTITAN, "deepseek_v3"),
     Family("gpt-oss", ("gpt_oss",), TORCHTITAN, "gpt_oss"),
@@ -72,7 +75,7 @@ def naming_of(names: Sequence[str]) -> str:
         found = [
             one
             for one in FAMILIES
-            if share_explained(some, one.from_hub if is_hub else one.to_hub) == 1
+            if share_explained(some, one.from_hub() if is_hub else one.to_hub) == 1
         ]
         if found:
             titles = " or ".join(one.title for one in found)

@@ -8,7 +8,7 @@ from typing import Any
 from ckpt_tools.core.selection import substitution
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.registry import refuse_file_name
-from ckpt_tools.operations.convert.families import TORCHTITAN
+from ckpt_tools.operations.convert.families import MAPPED_NAMES
 from ckpt_tools.operations.convert.targets import TARGETS, ConvertTarget, targets_with
 from ckpt_tools.operations.convert.training_state import NAMINGS
 from ckpt_tools.operations.convert.transformers_names import NAMES
@@ -114,13 +114,13 @@ def _check_names(names: str | None, to: str, how: Mapping[str, Any]) -> None:
     """Refuses names that nobody has, and those of a model that nothing tells."""
     if names is None:
         return
-    known = (*NAMES, TORCHTITAN)
+    known = (*NAMES, *MAPPED_NAMES)
     if names not in known:
         raise PlanError(f"--names: expected one of {', '.join(known)}, got {printable(names)!r}")
-    if names == TORCHTITAN and to == "hf":
+    if names in MAPPED_NAMES and to == "hf":
         raise PlanError(
-            f"--names {TORCHTITAN} is not for --to hf: transformers would not find these names",
-            hint="--to dcp --optimizer flat is what torchtitan loads",
+            f"--names {names} is not for --to hf: transformers would not find these names",
+            hint="--to dcp is what torchtitan loads, and --to torch what Meta's code does",
         )
     if how.get("base") is None:
         raise PlanError("--names needs --base DIR, whose config.json says which model it is")
@@ -190,8 +190,8 @@ class Conversion(Options, total=False):
         partial: the key map may have rules that match nothing, and the checkpoint names that no
             rule matches. For `hf` and `names`, also tensors that the config's model lacks.
         names: the names and tensors that transformers has in files (`hub`) or in memory
-            (`transformers`), or those of `torchtitan`, with the optimizer state. Needs `base`. If
-            absent, `hf` has those of files, and other targets those of the source.
+            (`transformers`), or those of `torchtitan` or `meta`, with the optimizer state. Needs
+            `base`. If absent, `hf` has those of files, and other targets those of the source.
         settings: the named numbers that the map needs. `heads` and `kv_heads` come from the config
             of `base`.
         param_order: the parameters that an optimizer's numbers mean. `model`: each group has its
