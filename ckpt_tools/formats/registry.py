@@ -280,15 +280,9 @@ def versions_in(url: str, options: Mapping[str, Any] | None) -> Versions:
 
 
 def _is_whole(versions: Versions, files: Mapping[str, int]) -> bool:
-    """Tells by the names of its files whether a version is published.
-
-    SkyRL writes its manifest last. We write an index after it; until then, files have the id of an
-    attempt in their names.
-    """
-    if not versions.layout.has_manifest:
-        return safetensors.recognise(files)
-    is_theirs = MANIFEST_JSON in files and not any(map(attempt_of, files))
-    return safetensors.INDEX in files or is_theirs
+    """Tells by the names of its files whether a version is published. An index is written last."""
+    is_delta = versions.layout.has_manifest
+    return MANIFEST_JSON in files if is_delta else safetensors.recognise(files)
 
 
 def detect_in(root: Store) -> tuple[Store, Format]:
@@ -619,7 +613,7 @@ def check_metadata(store: Store) -> None:
         inner.close()
 
 
-INDEXES = (dcp.LOOKS_FOR, safetensors.INDEX)
+INDEXES = (dcp.LOOKS_FOR, safetensors.INDEX, MANIFEST_JSON)
 _OURS = (".distcp", ".metadata", ".safetensors", ".safetensors.index.json")
 
 

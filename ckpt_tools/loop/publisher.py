@@ -29,7 +29,7 @@ from ckpt_tools.core.memory import no_gc
 from ckpt_tools.core.threads import num_threads, ranks_on_host
 from ckpt_tools.errors import CheckpointError, PlanError, StorageError, printable
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.deltas.layout import ADLER32, LAYOUTS, SLIME
+from ckpt_tools.formats.deltas.layout import LAYOUTS
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.loop import at_exit
 from ckpt_tools.loop.arguments import check_timeout
@@ -55,7 +55,6 @@ from ckpt_tools.storage import MemoryStore, is_url, local_path
 
 _MODEL, _WHAT = "model", "the next version"
 _MEMORY, _FILES = "memory", "files"
-_FULL_EVERY = 20  # a version is read with all deltas below it
 _SHOWN = 3
 _MAY_DIFFER = ("jobs", "memory_bytes", "storage_options")  # between ranks
 _Row = tuple[str, str, tuple[int, ...], Box]
@@ -139,13 +138,9 @@ class Publisher:
         check_timeout(timeout_s)
         refuse_tilde(root)
         check_publication(how)
-        layout = LAYOUTS[how.get("layout") or SLIME.name]
-        checksum = ADLER32 if ADLER32 in layout.checksums else layout.checksums[0]
-        self._how: Publication = {"checksum": checksum, **how}
-        self._how["full_every"] = how.get("full_every") or (
-            _FULL_EVERY if layout.has_complete else None
-        )
-        check_layout(layout, self._how, has_versions=True)  # which is looked at later
+        if (layout := how.get("layout")) is not None:
+            check_layout(LAYOUTS[layout], how, has_versions=True)  # which is looked at later
+        self._how: Publication = {**how}
         self._how.pop("keep_last", None)
         self._keep_last = how.get("keep_last")
         if (dtype := how.get("dtype")) is not None:

@@ -21,6 +21,7 @@ from ckpt_tools.errors import (
     NotACheckpointError,
     PeerError,
     PlanError,
+    StorageError,
     printable,
     redacted,
 )
@@ -28,6 +29,7 @@ from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Format, Request, is_note
 from ckpt_tools.formats.deltas.chain import as_patched
 from ckpt_tools.formats.deltas.layout import (
+    ADLER32,
     CHECKSUMS,
     ENCODINGS,
     LAYOUTS,
@@ -64,6 +66,7 @@ from ckpt_tools.transfer.transfer import TransferRequest, transfer
 _CONFIG = "config.json"
 _MAX_BESIDE_BYTES = 64 << 20  # longer files beside the model are not sealed with a delta
 _SHOWN = 5
+_FULL_EVERY = 20  # of a job: a version is read with all deltas below it
 _WHY_COMPLETE = "it is complete, because the version before cannot be read"
 
 
@@ -239,6 +242,7 @@ def _publish(
         if group.rank == 0:
             _refuse_model(url, options)
             versions = _with_layout(versions_in(url, options), how)
+            _refuse_leftover(versions)
     versions = group.broadcast(versions, "look at the versions")
     number, is_full = (versions.numbers or [0])[-1] + 1, bool(how.get("full"))
     to = versions.path(number)
@@ -254,6 +258,7 @@ def _publish(
             else:
                 source, _ = open_sealed(src, options, lay_beside(how.get("shapes")))
                 check_needed(how.get("shapes"), source.catalog)
+        how = _with_defaults(how, versions.layout, job)
         is_due = is_full or _num_deltas(old) >= (how.get("full_every") or math.inf)
         if not is_due and old is not None:
             return _publish_delta(
@@ -264,6 +269,16 @@ def _publish(
         if problem and not is_full:
             result = replace(result, notes=(*result.notes, f"{_WHY_COMPLETE}: {problem}"))
         return _result_of(result, number, None, None, began)
+
+
+def _refuse_leftover(versions: Versions) -> None:
+    """Refuses to publish where another program has left a part of the next version on a disk."""
+    path = versions.path((versions.numbers or [0])[-1] + 1)
+    if not is_url(path) and os.path.lexists(path):
+        raise StorageError(
+            f"the next version is there, and is not whole: {printable(path)}",
+            hint="another publisher has left it, or is at work: wait, or move it away",
+        )
 
 
 def _with_layout(there: Versions, how: Publication) -> Versions:
@@ -309,6 +324,17 @@ def check_layout(layout: Layout, how: Publication, has_versions: bool) -> None:
             f"receivers of {layout.name} take deltas alone, and there is nothing to change",
             hint="give the model that the engines have with --base DIR",
         )
+
+
+def _with_defaults(how: Publication, layout: Layout, job: DeltaJob | None) -> Publication:
+    """Returns how to publish, with the defaults of a checkpoint or of a job."""
+    checksum = XXH3 if job is None or ADLER32 not in layout.checksums else ADLER32
+    every = _FULL_EVERY if job is not None and layout.has_complete else None
+    return {
+        **how,
+        "checksum": how.get("checksum") or checksum,
+        "full_every": how.get("full_every") or every,
+    }
 
 
 def _look_before(

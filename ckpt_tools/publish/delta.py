@@ -49,7 +49,6 @@ from ckpt_tools.storage import (
     Writer,
     is_url,
     read,
-    write_file,
 )
 
 DELTA_FILES = "delta_files"  # in a manifest's `source`: bytes and CRC-64 of the files of changes
@@ -215,14 +214,11 @@ class DeltaDestination(Destination):
         del single, kept_glob, takes_over
         return self._staged(self._inner.stage(attempt, overwrite))
 
-    def add_manifest(
-        self, store: WritableStore, index: DeltaIndex, frames: Mapping[str, ChangedBytes]
-    ) -> None:
-        """Writes the further file that the receivers of some layouts read."""
+    def index_of(self, index: DeltaIndex, frames: Mapping[str, ChangedBytes]) -> Literal:
+        """Returns the file that tells what a delta changes. It is written last."""
         if self._layout.has_manifest:
-            text = manifest_json(index, frames, self._before.catalog)
-            write_file(store, MANIFEST_JSON, text)
-            self.written[MANIFEST_JSON] = SealedFile(len(text), hex64(crc64nvme(text)))
+            return Literal(MANIFEST_JSON, 0, manifest_json(index, frames, self._before.catalog))
+        return Literal(INDEX, 0, json.dumps(index.render(), indent=1).encode("ascii"))
 
     def data_name(self, attempt: str, group: Group) -> str:
         """Returns the name of the file with this rank's frames."""
@@ -258,6 +254,7 @@ class _DeltaAttempt(Attempt):
         self.attempt, self._inner, self._place = inner.attempt, inner, place
         self._encoders, self._index = encoders, index
         self._weight_map: dict[str, str] = {}
+        self._changed: dict[str, ChangedBytes] = {}
 
     @property
     def writable(self) -> WritableStore:
@@ -283,13 +280,11 @@ class _DeltaAttempt(Attempt):
         self, manifest: Literal | None, index: Literal | None, files: Mapping[str, int]
     ) -> list[str]:
         del index, files  # of the complete version: they are not written
-        text = json.dumps(self._about().render(), indent=1).encode("ascii")
+        about = self._index._replace(weight_map=dict(sorted(self._weight_map.items())))
+        own = self._place.index_of(about, self._changed)
         written = {name: file.nbytes for name, file in self._place.written.items()}
-        self._place.counts.written_nbytes = sum(written.values()) + len(text)
-        return self._inner.publish(manifest, Literal(INDEX, 0, text), written)
-
-    def _about(self) -> DeltaIndex:
-        return self._index._replace(weight_map=dict(sorted(self._weight_map.items())))
+        self._place.counts.written_nbytes = sum(written.values()) + len(own.data)
+        return self._inner.publish(manifest, own, written)
 
     def finish(self, group: Group) -> None:
         """Makes this rank's frames and writes them. Rank 0 notes those of all ranks."""
@@ -300,17 +295,11 @@ class _DeltaAttempt(Attempt):
             self._inner.sync()
         frames.close()
         mine = written, dict(frames.table), self._encoders.counts
-        told = group.gather(mine, "gather the changes")
-        changed: dict[str, ChangedBytes] = {}
-        for files, table, counts in told:
+        for files, table, counts in group.gather(mine, "gather the changes"):
             self._place.written |= files
             self._weight_map |= dict.fromkeys(table, next(iter(files), ""))
             self._place.counts.add(counts)
-            changed |= {n: ChangedBytes(end - at, crc) for n, (at, end, crc) in table.items()}
-        with group.phase("write the index"):
-            if told:
-                self._place.add_manifest(self._inner.writable, self._about(), changed)
-                self._inner.sync()
+            self._changed |= {n: ChangedBytes(end - at, crc) for n, (at, end, crc) in table.items()}
 
 
 class _TensorPlaces:

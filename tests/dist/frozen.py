@@ -1,6 +1,6 @@
 """An adapter on a frozen base, saved and resumed: `frozen.py ROOT save|resume|again|change STEPS`.
 
-`again` resumes with as many ranks as the job before.
+`again` resumes with as many ranks as the job before. The last rank names the root by LINK to it.
 
 The base has 1.4 MB of shards on each of three ranks. Each step's values lie in ROOT/values.
 """
@@ -20,6 +20,8 @@ from ckpt_tools import CheckpointManager, SaveReport
 
 dist.init_process_group("gloo")
 root, what = Path(sys.argv[1]), sys.argv[2]
+if what == "again" and dist.get_rank() == dist.get_world_size() - 1:
+    root = Path(sys.argv[4])
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 4))
 model[0].requires_grad_(False)

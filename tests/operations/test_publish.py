@@ -523,6 +523,26 @@ def test_without_a_manifest_every_verb_proves_what_changed(publisher: Publisher)
     assert not (publisher.folder / "no").exists()
 
 
+@pytest.mark.parametrize("how", ["no index", "no metadata"])
+def test_frames_never_pass_for_weights(how: str, publisher: Publisher) -> None:
+    """Of another publisher, whose versions have no manifest of ours."""
+    for _ in range(2):
+        publisher.publish()
+    folder = version(publisher.root, 2)
+    for path in folder.glob("ckpt.*"):
+        path.unlink()
+    about = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).unlink()
+    if how == "no metadata":
+        (folder / INDEX).write_text(json.dumps({"weight_map": about["weight_map"]}))
+    for call in (ckpt_tools.verify, ckpt_tools.inspect):
+        with pytest.raises(FormatError, match="does not say what it changes"):
+            call(folder)
+    with pytest.raises(FormatError, match="does not say what it changes"):
+        pull(publisher.root, publisher.folder / "local")
+    assert not (publisher.folder / "local").exists()
+
+
 def test_an_index_that_hides_a_file_is_refused(publisher: Publisher) -> None:
     publisher.publish()
     index = version(publisher.root, 1) / INDEX

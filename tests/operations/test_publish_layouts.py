@@ -16,8 +16,14 @@ import zstandard
 from safetensors.torch import save_file
 
 import ckpt_tools
-from ckpt_tools import CheckpointError, FormatError, PlanError, publish_version, pull
-from ckpt_tools.formats.registry import open_folder
+from ckpt_tools import (
+    CheckpointError,
+    FormatError,
+    PlanError,
+    StorageError,
+    publish_version,
+    pull,
+)
 from tests.publishing import Publisher, first_state, model_directory, next_state
 from tests.servers.servers import Server
 from tests.versions import State, apply_skyrl, loaded, same
@@ -176,6 +182,9 @@ def test_what_skyrl_publishes_is_pulled_and_gone_on_from(tmp_path: Path) -> None
         {"tensors": [{"name": "head"}]},
         {"tensors": [3]},
         {"version": -1, "base_version": -2},
+        {"version": True},
+        {"version": float("inf")},
+        {"payload_files": None},
     ],
     ids=str,
 )
@@ -186,7 +195,15 @@ def test_a_malformed_manifest_of_skyrl_is_refused(change: dict[str, Any], tmp_pa
     theirs(base, root, states)
     path = root / "delta-00000001" / "manifest.json"
     told = json.loads(path.read_text())
-    path.write_text(json.dumps(told | change))
+    path.write_text(json.dumps(told | change).replace("Infinity", "1e999"))
+    if "payload_files" not in change:
+        with pytest.raises(FormatError):
+            pull(root, tmp_path / "local", base=base)
+    for key in ("version", "base_version", "tensors"):  # frames must never pass for weights
+        path.write_text(json.dumps({name: value for name, value in told.items() if name != key}))
+        with pytest.raises(FormatError):
+            pull(root, tmp_path / "local", base=base)
+    path.write_text("{}")
     with pytest.raises(FormatError):
         pull(root, tmp_path / "local", base=base)
     record = told["tensors"][0]
@@ -197,13 +214,38 @@ def test_a_malformed_manifest_of_skyrl_is_refused(change: dict[str, Any], tmp_pa
     path.write_text(json.dumps(told | {"tensors": [record | {"payload_file": "../x.safetensors"}]}))
     with pytest.raises(CheckpointError):
         pull(root, tmp_path / "local", base=base)
-    path.write_text(json.dumps(told | {"tensors": []}))
-    with pytest.raises(FormatError, match="does not name one of its files"):
-        pull(root, tmp_path / "local", base=base)
     path.write_text(json.dumps(told | {"tensors": [record | {"checksum": "0" * 32}]}))
     with pytest.raises(CheckpointError, match="head"):
         pull(root, tmp_path / "local", base=base)
     assert not (tmp_path / "local").exists()
+
+
+def test_a_job_takes_the_layout_that_is_there(tmp_path: Path) -> None:
+    publisher = published(tmp_path, 2)
+    state = {name: values.clone() for name, values in publisher.states[-1].items()}
+    state["head"][3] += 1
+    with ckpt_tools.Publisher(publisher.root, base=publisher.base) as job:
+        job.publish(state)
+        result = job.wait()
+        assert result is not None and (result.version, result.base_version) == (3, 2)
+    assert same(apply_skyrl(publisher.base, publisher.root, [1, 2, 3]), state)
+
+
+def test_what_another_publisher_left_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    publisher = published(tmp_path, 2)
+    left = publisher.root / "delta-00000003"
+    shutil.copytree(publisher.root / "delta-00000002", left)
+    (left / "manifest.json").unlink()  # SkyRL's publisher writes it last
+    assert pull(publisher.root, tmp_path / "local").version == 2
+    with pytest.raises(StorageError, match="is not whole"):
+        publisher.publish(layout="skyrl")
+    shutil.rmtree(left)
+    assert publisher.publish(layout="skyrl").version == 3
+    (publisher.root / "delta-00000002" / "manifest.json").unlink()
+    with pytest.raises(FormatError, match="has no manifest"):
+        pull(publisher.root, tmp_path / "other")
+    with pytest.raises(FormatError, match="has no manifest"):
+        ckpt_tools.verify(publisher.root)
 
 
 def test_a_bucket_has_a_version_of_skyrl_once_it_is_whole(server: Server, tmp_path: Path) -> None:
@@ -215,9 +257,7 @@ def test_a_bucket_has_a_version_of_skyrl_once_it_is_whole(server: Server, tmp_pa
         states.append(next_state(states[-1]))
         model = model_directory(tmp_path / f"model{number}", states[-1])
         publish_version(model, url, base=publisher.base, layout="skyrl", **options)  # type: ignore[arg-type]
-    folder = open_folder(f"{url}/delta-00000002", server.options)
-    assert {"manifest.json", "model.safetensors.index.json"} <= folder.list_files().keys()
-    fs.rm_file(f"{url}/delta-00000002/model.safetensors.index.json")
+    fs.rm_file(f"{url}/delta-00000002/manifest.json")  # which is written last
     assert pull(url, tmp_path / "local", **options).version == 1  # type: ignore[arg-type]
     result = publish_version(tmp_path / "model2", url, **options)  # type: ignore[arg-type]
     assert result.version == 2  # that of the attempt which was killed before its last step

@@ -173,6 +173,9 @@ def find_chain(
                 hint=(
                     "restore it, or pull a version from the next complete one on; a publisher"
                     " begins anew with ckpt publish --full, or full=True"
+                    if layout.has_complete
+                    else "restore it; or publish the model to another directory, with that of the"
+                    " engines as --base"
                 ),
                 is_missing=True,
             )
@@ -189,8 +192,8 @@ def _holds_files(store: Store) -> bool:
 
 
 _BASE_HINT = (
-    "the model that the engine started with has to be there; ckpt pull --base DIR takes it from"
-    " elsewhere, and makes a complete copy"
+    "the model that the engine started with has to be there; --base DIR of ckpt publish and pull"
+    " takes it from elsewhere, and a pull makes a complete copy"
 )
 
 
@@ -389,11 +392,13 @@ def _frames_of(store: Store, index: DeltaIndex) -> Catalog:
     """Reads the headers of a delta's files.
 
     Raises:
-        FormatError: there is a file that the index does not name; other receivers would apply it.
+        FormatError: there is a file that the index does not name; receivers of slime would apply
+            it. Those of SkyRL read only what is named.
     """
     files = set(index.weight_map.values())
     others = [n for n in store.list_files() if n.endswith(safetensors.SUFFIX) and n not in files]
-    if others := [n for n in others if not attempt_of(n)]:  # of an attempt that was given up
+    others = [n for n in others if not attempt_of(n)]  # of an attempt that was given up
+    if others and not index.is_manifest:
         raise FormatError(
             f"the index of a delta does not name one of its files: {printable(others[0])}"
             f" ({printable(store.url)})"

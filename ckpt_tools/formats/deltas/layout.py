@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.errors import FormatError, NotACheckpointError, printable
-from ckpt_tools.formats.safetensors import DELTA, INDEX, MAX_HEADER_BYTES
+from ckpt_tools.formats.safetensors import DELTA, INDEX, MAX_HEADER_BYTES, SUFFIX
 from ckpt_tools.storage import Store, read
 from ckpt_tools.storage.small_files import parse_json
 
@@ -29,7 +29,7 @@ COMPRESSION = "zstd"
 BASE = "ckpt_base"
 MANIFEST_JSON = "manifest.json"  # of SkyRL
 _DIGITS = re.compile(r"[0-9]{6,9}")
-_KEPT_KEYS = ("version", "base_version", "tensors", "payload_files")  # of that file
+_LENGTH_BYTES = 8  # of a header in safetensors
 
 
 class Layout(NamedTuple):
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
         prefix, num_digits: of the name of a version's directory.
         encodings, checksums: of deltas.
         has_complete: its receivers take complete versions, too.
-        has_manifest: a delta has `MANIFEST_JSON`, too.
+        has_manifest: a delta has `MANIFEST_JSON` for its index.
     """
 
     name: str
@@ -98,6 +98,7 @@ class DeltaIndex(NamedTuple):
         weight_map: the file of each changed tensor.
         base: path or URL of version 0, where the publisher has it; "" if it does not say.
         checksums: of the changed tensors, if the index has them; else the files have them.
+        is_manifest: this is `MANIFEST_JSON`.
     """
 
     number: int
@@ -107,6 +108,7 @@ class DeltaIndex(NamedTuple):
     weight_map: Mapping[str, str]
     base: str = ""
     checksums: Mapping[str, str] = {}
+    is_manifest: bool = False
 
     def render(self) -> dict[str, Any]:
         """Returns the index as JSON values."""
@@ -164,8 +166,39 @@ def read_delta_index(store: Store) -> DeltaIndex | None:
     Raises:
         FormatError: it is malformed, or of a kind that this tool does not know.
     """
-    if INDEX not in store.list_files():
+    version, files = named_version(store.url.rstrip("/").rpartition("/")[2]), store.list_files()
+    if version is not None and version[0].has_manifest:
         return _read_manifest_json(store)
+    found = _read_index(store) if INDEX in files else None
+    if found is None and _has_frames(store, files):
+        raise FormatError(
+            "a delta does not say what it changes: its index is another one, or gone"
+            f" ({printable(store.url)})",
+            hint="restore its files; its publisher has them, or another copy of the directory",
+        )
+    return found
+
+
+def _has_frames(store: Store, files: Mapping[str, int]) -> bool:
+    """Tells whether the files of a version have frames: bytes, each with its checksum."""
+    name = next((name for name in sorted(files) if name.endswith(SUFFIX)), None)
+    if name is None or files[name] < _LENGTH_BYTES:
+        return False
+    nbytes = int.from_bytes(read(store, name, 0, _LENGTH_BYTES), "little")
+    if nbytes > min(MAX_HEADER_BYTES, files[name] - _LENGTH_BYTES):
+        return False
+    try:
+        header = parse_json(read(store, name, _LENGTH_BYTES, nbytes).decode("utf-8"))
+        entries = {n: entry["dtype"] for n, entry in header.items() if n != "__metadata__"}
+        checksums = header.get("__metadata__", {})
+        return bool(entries) and all(
+            dtype == "U8" and name in checksums for name, dtype in entries.items()
+        )
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return False  # who reads the file tells what is wrong
+
+
+def _read_index(store: Store) -> DeltaIndex | None:
     where = f"{INDEX} in {printable(store.url)}"
     body = _json(store, INDEX, MAX_HEADER_BYTES, where)
     about, weight_map = body.get("metadata"), body.get("weight_map")
@@ -201,24 +234,24 @@ def _check_base(number: int, base: int) -> None:
         raise FormatError(f"version {number} is a change of version {base}, not of the one before")
 
 
-def _read_manifest_json(store: Store) -> DeltaIndex | None:
-    """Returns what the manifest of SkyRL says; None if there is none.
+def _read_manifest_json(store: Store) -> DeltaIndex:
+    """Returns what the manifest of SkyRL says.
 
     Raises:
-        FormatError: it is malformed, or has checksums of another kind.
+        FormatError: it is gone or malformed, or has checksums of another kind.
     """
-    if MANIFEST_JSON not in store.list_files():
-        return None
     where = f"{MANIFEST_JSON} in {printable(store.url)}"
+    if MANIFEST_JSON not in store.list_files():
+        raise FormatError(f"a delta has no manifest ({where})", hint="restore it")
     body = _json(store, MANIFEST_JSON, MAX_HEADER_BYTES, where)
-    if not all(key in body for key in _KEPT_KEYS):
-        return None  # of somebody else
     weight_map, checksums = {}, {}
     try:
-        number, base, said = int(body["version"]), int(body["base_version"]), body.get(BASE, "")
+        number, base, said = body["version"], body["base_version"], body.get(BASE, "")
+        if type(number) is not int or type(base) is not int:
+            raise TypeError
         for record in body["tensors"]:
             name, file, key = (str(record[k]) for k in ("name", "payload_file", "payload_key"))
-            kind = record.get("checksum_algorithm", XXH3)
+            kind = record.get("checksum_algorithm", XXH3 if "checksum" in record else "sha256")
             if kind not in SKYRL.checksums or key != name or name in weight_map:
                 raise FormatError(
                     f"{printable(name)!r}: expected one {XXH3} under its own name, got"
@@ -231,7 +264,7 @@ def _read_manifest_json(store: Store) -> DeltaIndex | None:
         raise FormatError(f"version: expected a number from 1 on, got {number} ({where})")
     _check_base(number, base)
     base_url = said if isinstance(said, str) else ""
-    return DeltaIndex(number, base, XOR, XXH3, weight_map, base_url, checksums)
+    return DeltaIndex(number, base, XOR, XXH3, weight_map, base_url, checksums, is_manifest=True)
 
 
 class ChangedBytes(NamedTuple):

@@ -162,13 +162,17 @@ class BackgroundWriter:
         its files. All ranks call it.
         """
         name = os.path.basename(path)
-        if self.settled is None or path != self.root.step_path(name):
-            return
-        step = ResumedStep(name, self.target(name), path, options)
-        self.known_files.resumed = step
+        step: ResumedStep | None = ResumedStep(name, self.target(name), path, options)
+        names = list[str]()
         with group.phase("look at the files of the step"):
-            names = step.settled() if group.rank == 0 else []
-        if names := group.broadcast(names, "share the names of settled tensors"):
+            if group.rank == 0:  # the others may see the root by another path
+                step = step if path == self.root.step_path(name) else None
+                names = step.settled() if step is not None and self.settled is not None else []
+        is_own, names = group.broadcast(
+            (step is not None, names), "share the names of settled tensors"
+        )
+        self.known_files.resumed = step if is_own and self.settled is not None else None
+        if names and self.settled is not None:
             self.settled.begin(names)
 
     def submit(self, save: PendingSave, group: GlooGroup) -> None:

@@ -141,14 +141,15 @@ class KnownFiles:
             parts: the files as they were written or linked.
             step, target, attempt: where they are.
         """
-        self.resumed = None
+        if len(layout.files) > 1:  # a save of a part of the state may have no such file
+            self.resumed = None
         for plan, (given, checksums), part in zip(layout.files, contents, parts, strict=True):
             self._can_link = self._can_link and part.how != IMPOSSIBLE
             if plan.kind == FileKind.CHANGING or not checksums:
                 self._known.pop(plan.kind, None)
                 continue
             if isinstance(given, Unchanged) and part.linked:
-                known = given.known
+                known = given.known._replace(is_resumed=False)
             else:
                 written = part._replace(how="", remark="")
                 known = KnownFile(layout.shards_in(plan.kind), checksums, (), written)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from ckpt_tools.loop.state.shard_info import FileKind, ShardInfo
 from ckpt_tools.loop.state.staging import Stager
 from ckpt_tools.publish.base import Attempt, Destination, NoLinksError
 from ckpt_tools.publish.find_manifest import find_manifest
+from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.sealed_source import open_sealed
 from ckpt_tools.storage import Store, read
 
@@ -53,19 +55,22 @@ class KnownFile(NamedTuple):
         checksums: a checksum of each shard's values.
         sources: the steps that hold it, the newest one first.
         part: its description.
+        is_resumed: it is one of the step that was loaded. Nothing is known of changes since then,
+            since other ranks may write what they have.
     """
 
     shards: tuple[ShardInfo, ...]
     checksums: tuple[int, ...]
     sources: tuple[LinkSource, ...]
     part: RankFile
+    is_resumed: bool = False
 
     def and_in(self, source: LinkSource) -> KnownFile:
         """Returns the file with one more step that holds it."""
         return self._replace(sources=(source, *self.sources)[:_MAX_SOURCES])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class ResumedStep:
     """The step that this job has resumed from.
 
@@ -80,14 +85,18 @@ class ResumedStep:
     path: Path | str
     storage_options: Mapping[str, Any] | None
 
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """Its manifest. Read once: in a large job it is long, and every rank reads it."""
+        origin, _ = self.target.existing_result()
+        with closing(origin):
+            return find_manifest(origin)
+
     def settled(self) -> list[str]:
         """Returns the tensors that lie in files of settled ones; none if it cannot be read."""
         source = None
         try:
-            origin, _ = self.target.existing_result()
-            with closing(origin):
-                manifest = find_manifest(origin)
-            if manifest is None or not any(map(_is_settled, manifest.files)):
+            if self.manifest is None or not any(map(_is_settled, self.manifest.files)):
                 return []
             source, _ = open_sealed(self.path, self.storage_options)
             return sorted(
@@ -95,7 +104,7 @@ class ResumedStep:
                 for fqn, entry in source.catalog.tensors.items()
                 if entry.chunks and all(map(_is_settled, entry.chunks.file_names()))
             )
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             log.info("no tensor counts as settled at first: %s", error)
             return []
         finally:
@@ -124,24 +133,26 @@ class ResumedStep:
         """
         (name, nbytes), *_ = plan.target.file_sizes.items()
         try:
+            if (manifest := self.manifest) is None:
+                return None
+            file = self.target.name(name, manifest.attempt)
+            sealed = manifest.files.get(file)
+            if sealed is None or sealed.nbytes != nbytes:
+                return None
             origin, _ = self.target.existing_result()
             with closing(origin):
-                manifest = find_manifest(origin)
-                if manifest is None:
-                    return None
-                file = self.target.name(name, manifest.attempt)
-                sealed = manifest.files.get(file)
-                if sealed is None or sealed.nbytes != nbytes:
-                    return None
                 identity = self.target.identity(file)
+                if origin.capabilities.is_remote and _crc64(origin, file) is None:
+                    log.info("%s is written anew: the store keeps no checksum of it", name)
+                    return None
                 part = rehearsed_part(plan, memory, jobs, measures)
                 if sealed.crc64nvme != hex64(part.crc64) or _crc64(origin, file) != part.crc64:
                     return None
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             log.info("%s of the step before is not linked: %s", name, error)
             return None
         source = LinkSource(self.name, self.target, manifest.attempt, identity)
-        return KnownFile(shards, checksums, (source,), part)
+        return KnownFile(shards, checksums, (source,), part, is_resumed=True)
 
 
 def _is_settled(file: str) -> bool:
@@ -194,7 +205,8 @@ class Unchanged:
                 if error.is_transient:
                     raise
                 instead = IMPOSSIBLE if isinstance(error, NoLinksError) else ""
-                what = "frozen parameters are" if self.copies is None else "what stayed the same is"
+                is_frozen = self.known.shards[0].file == FileKind.FROZEN
+                what = "frozen parameters are" if is_frozen else "what stayed the same is"
                 problem = problem or f"{what} written again: {error}"
                 continue
             return part._replace(
@@ -202,7 +214,9 @@ class Unchanged:
                 how=how,
                 identity=staged.identity(name),
                 seconds={},
-                moments={fqn: _unmoved(found) for fqn, found in part.moments.items()},
+                moments=part.moments
+                if self.known.is_resumed
+                else {fqn: _unmoved(found) for fqn, found in part.moments.items()},
             )
         return part._replace(how=instead, remark=problem)
 

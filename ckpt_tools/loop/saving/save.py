@@ -324,7 +324,8 @@ def _write_files(
     if extras.measured is not None:
         pairs = zip(layout.files, contents, strict=True)
         has_frozen = not any(
-            plan.kind == FileKind.FROZEN and isinstance(one, Unchanged) for plan, one in pairs
+            plan.kind == FileKind.FROZEN and isinstance(one, Unchanged) and one.copies is None
+            for plan, one in pairs
         )
         written = [n for plan in layout.staged_plans(has_frozen) for n in plan.numbers]
         names = [layout.names.infos[layout.task.shards[n]].fqn for n in written]
