@@ -24,6 +24,7 @@ from ckpt_tools import (
     publish_version,
     pull,
 )
+from ckpt_tools.run.roots import open_root
 from tests.publishing import Publisher, first_state, model_directory, next_state
 from tests.servers.servers import Server
 from tests.versions import State, apply_skyrl, loaded, same
@@ -261,6 +262,14 @@ def test_a_bucket_has_a_version_of_skyrl_once_it_is_whole(server: Server, tmp_pa
     assert pull(url, tmp_path / "local", **options).version == 1  # type: ignore[arg-type]
     result = publish_version(tmp_path / "model2", url, **options)  # type: ignore[arg-type]
     assert result.version == 2  # that of the attempt which was killed before its last step
+    theirs_too = f"{url}/delta-00000002/x.deadbeef.safetensors"
+    fs.pipe(theirs_too, b"theirs")
+    key = f"{url[10:]}/delta-00000003/model-00001-of-00001.deadbeef.safetensors"
+    fs.call_s3("create_multipart_upload", Bucket="jobs", Key=key)
+    removed = open_root(url, server.options).remove_leftovers(grace_s=-5)
+    assert [one.what for one in removed] == ["object", "upload"]  # the first one of the attempt
+    assert "delta-00000002/model-00001" in removed[0].url and removed[1].url.endswith(key)
+    fs.rm_file(theirs_too)
     assert pull(url, tmp_path / "local", **options).version == 2  # type: ignore[arg-type]
     assert same(loaded(tmp_path / "local"), states[2])
     assert ckpt_tools.verify(url, **options).problems == []  # type: ignore[arg-type]

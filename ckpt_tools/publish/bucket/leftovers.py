@@ -20,6 +20,7 @@ from ckpt_tools.formats.base import (
     short_name,
 )
 from ckpt_tools.formats.dcp.format import is_data_file, is_rank_metadata
+from ckpt_tools.formats.deltas.layout import named_version
 from ckpt_tools.formats.registry import INDEXES, is_ours
 from ckpt_tools.publish.base import Leftover
 from ckpt_tools.publish.bucket.lease import is_leased
@@ -137,7 +138,11 @@ def _replaced(step: RemoteStore, files: Collection[str], before: dt.datetime) ->
     manifest = find_manifest(step)
     if manifest is None or manifest.index is None:
         return set()
-    appeared = step.modified(manifest.index[0])
+    # a delta has the manifest of a complete version, and perhaps another index
+    index = next((n for n in (manifest.index[0], *INDEXES) if n in files), None)
+    if index is None:
+        return set()
+    appeared = step.modified(index)
     attempts: dict[str, list[str]] = {}
     for name in of_other_attempts(manifest, files):
         attempts.setdefault(_id_of(name), []).append(name)
@@ -255,11 +260,13 @@ def _uploads(
 
 
 def _is_of_step(path: str) -> bool:
-    """Tells whether a path below a run is that of a data file of a step, or of a named save."""
+    """Tells whether a path is that of a data file of a step, a named save, or a version."""
     folder, _, name = path.rpartition("/")
     has_id = bool(attempt_of(name))
     if is_step_name(folder):
         return has_id or is_data_file(name)
+    if named_version(folder):
+        return has_id
     return "/" not in folder and has_id and is_data_file(name)
 
 
