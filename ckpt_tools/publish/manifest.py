@@ -197,12 +197,13 @@ def file_name(attempt: str, beside: str = "") -> str:
 def of_other_attempts(manifest: Manifest, files: Iterable[str]) -> list[str]:
     """Returns the files beside a checkpoint that other attempts have written, by their names.
 
-    They belong to an attempt that this one has replaced, or to one at work.
+    They belong to an attempt that this one has replaced, or to one at work. The files of a delta
+    are its own, though its manifest has those of the complete version.
     """
-    own = {*manifest.files, file_name(manifest.attempt)}
+    own, mine = {*manifest.files, file_name(manifest.attempt)}, manifest.attempt[:8]
 
     def is_other(name: str) -> bool:
-        return bool(attempt_of(name)) or note_of(name) == (MANIFEST, "")
+        return attempt_of(name) not in ("", mine) or note_of(name) == (MANIFEST, "")
 
     return [name for name in files if name not in own and is_other(name)]
 

@@ -24,6 +24,7 @@ from ckpt_tools import (
     publish_version,
     pull,
 )
+from ckpt_tools.formats.deltas.layout import LAYOUTS
 from ckpt_tools.run.roots import open_root
 from tests.publishing import Publisher, first_state, model_directory, next_state
 from tests.servers.servers import Server
@@ -262,14 +263,6 @@ def test_a_bucket_has_a_version_of_skyrl_once_it_is_whole(server: Server, tmp_pa
     assert pull(url, tmp_path / "local", **options).version == 1  # type: ignore[arg-type]
     result = publish_version(tmp_path / "model2", url, **options)  # type: ignore[arg-type]
     assert result.version == 2  # that of the attempt which was killed before its last step
-    theirs_too = f"{url}/delta-00000002/x.deadbeef.safetensors"
-    fs.pipe(theirs_too, b"theirs")
-    key = f"{url[10:]}/delta-00000003/model-00001-of-00001.deadbeef.safetensors"
-    fs.call_s3("create_multipart_upload", Bucket="jobs", Key=key)
-    removed = open_root(url, server.options).remove_leftovers(grace_s=-5)
-    assert [one.what for one in removed] == ["object", "upload"]  # the first one of the attempt
-    assert "delta-00000002/model-00001" in removed[0].url and removed[1].url.endswith(key)
-    fs.rm_file(theirs_too)
     assert pull(url, tmp_path / "local", **options).version == 2  # type: ignore[arg-type]
     assert same(loaded(tmp_path / "local"), states[2])
     assert ckpt_tools.verify(url, **options).problems == []  # type: ignore[arg-type]
@@ -280,3 +273,25 @@ def test_a_bucket_has_a_version_of_skyrl_once_it_is_whole(server: Server, tmp_pa
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(fs.cat_file(key))
     assert same(apply_skyrl(publisher.base, there, [1, 2]), states[2])
+
+
+@pytest.mark.parametrize("layout", ["slime", "skyrl"])
+def test_what_dead_publishers_left_goes_and_what_is_published_stays(
+    layout: str, server: Server, tmp_path: Path
+) -> None:
+    fs = server.bucket("jobs")
+    url, options = f"s3://jobs/{uuid4()}", {"storage_options": server.options}
+    publisher = Publisher(tmp_path)
+    for _ in range(2):
+        publisher.publish(root=url, layout=layout, base=publisher.base, **options)
+    there, names = sorted(fs.find(url)), LAYOUTS[layout].version_name
+    fs.pipe(f"{url}/{names(2)}/x.deadbeef.safetensors", b"somebody else's")
+    key = f"{url[10:]}/{names(3)}/model-00001-of-00001.deadbeef.safetensors"
+    fs.call_s3("create_multipart_upload", Bucket="jobs", Key=key)
+    root = open_root(url, server.options)
+    (gone,) = root.remove_leftovers(grace_s=-5)
+    assert gone.what == "upload" and gone.url.endswith(key)
+    fs.invalidate_cache()
+    assert set(there) < set(fs.find(url))
+    assert pull(url, tmp_path / "local", **options).version == 2  # type: ignore[arg-type]
+    assert same(loaded(tmp_path / "local"), publisher.states[2])
