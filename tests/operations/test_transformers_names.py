@@ -224,8 +224,8 @@ def test_what_cannot_be_named_is_refused(tmp_path: Path, ckpt: Run) -> None:
     for more, told in (
         (["--names", "transformers"], "--names needs --base DIR"),
         (
-            ["--names", "meta", "--base", base],
-            "--names: expected one of hub, transformers, torchtitan, got 'meta'",
+            ["--names", "metta", "--base", base],
+            "--names: expected one of hub, transformers, torchtitan, meta, got 'metta'",
         ),
     ):
         done = ckpt("convert", tmp_path / "want", tmp_path / "o", "--to", "dcp", *more)
