@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -27,6 +30,7 @@ from ckpt_tools import (
 from ckpt_tools.formats.deltas.layout import LAYOUTS
 from ckpt_tools.run.roots import open_root
 from tests.publishing import Publisher, first_state, model_directory, next_state
+from tests.servers.faults import losing
 from tests.servers.servers import Server
 from tests.versions import State, apply_skyrl, loaded, same
 
@@ -295,3 +299,24 @@ def test_what_dead_publishers_left_goes_and_what_is_published_stays(
     assert set(there) < set(fs.find(url))
     assert pull(url, tmp_path / "local", **options).version == 2  # type: ignore[arg-type]
     assert same(loaded(tmp_path / "local"), publisher.states[2])
+
+
+@pytest.mark.parametrize("layout", ["slime", "skyrl"])
+def test_a_version_whose_commit_was_not_answered_is_whole(
+    layout: str, server: Server, tmp_path: Path
+) -> None:
+    server.bucket("jobs")
+    url, ending = f"s3://jobs/{uuid4()}", {"slime": "index.json", "skyrl": "/manifest.json"}[layout]
+    publisher = Publisher(tmp_path)
+    publisher.publish(root=url, layout=layout, base=publisher.base, storage_options=server.options)
+    interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
+    with losing(server.endpoint, ending, most=1, then=interrupt) as (proxy, log):
+        options = server.options | {"endpoint_url": proxy}
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish(root=url, base=publisher.base, storage_options=options)
+    assert log
+    options = {"storage_options": server.options}
+    assert pull(url, tmp_path / "local", **options).version == 2
+    assert same(loaded(tmp_path / "local"), publisher.states[2])
+    assert publisher.publish(root=url, base=publisher.base, **options).version == 3
+    assert ckpt_tools.verify(url, **options).problems == []

@@ -304,3 +304,41 @@ def held_at(endpoint: str, texts: tuple[str, ...], method: str) -> Iterator[tupl
     gate = Gate(endpoint, texts, method)
     with before(gate) as url:
         yield url, gate
+
+
+@dataclass
+class Loser(Breaker):
+    """Passes a PUT of an object on, and lets nobody hear of it."""
+
+    ending: str = ""
+    then: Callable[[], object] = lambda: None
+
+    def choose(self, request: web.Request) -> str:
+        is_hit = request.method == "PUT" and request.path.endswith(self.ending)
+        is_hit = is_hit and len(self.log) < self.most
+        self.log.extend(["lost"] if is_hit else [])
+        return "lost" if is_hit else ""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        number = len(self.log)
+        answer = await super().handle(request)
+        if len(self.log) > number:
+            self.then()
+        return answer
+
+
+@contextmanager
+def losing(
+    endpoint: str, ending: str, most: int = 10**9, then: Callable[[], object] = lambda: None
+) -> Iterator[tuple[str, list[str]]]:
+    """Yields a proxy's URL, and the answers that were lost.
+
+    Args:
+        endpoint: of the store.
+        ending: of the names of the objects.
+        most: so many answers are lost.
+        then: called after each, in the thread of the proxy.
+    """
+    loser = Loser(endpoint, 0.0, (), True, most, random.Random(0), ending=ending, then=then)
+    with before(loser) as url:
+        yield url, loser.log

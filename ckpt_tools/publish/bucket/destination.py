@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.core import ending
-from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Literal
 from ckpt_tools.engine.partition import Regions
 from ckpt_tools.errors import CheckpointError, StorageError, printable
@@ -289,6 +288,7 @@ class RemoteAttempt(Attempt):
         self._removable = removable
         self._overwrite, self._single = overwrite, single
         self._manifest, self._note, self.is_published = "", "", False
+        self._index: Literal | None = None
         self._expected: set[str] = set()  # what belongs to the result, whatever its name looks like
         self._crcs: Mapping[str, int] = {}
         self._replaces = ""  # the version of what is replaced, so that only one of two does it
@@ -443,6 +443,7 @@ class RemoteAttempt(Attempt):
             assert writer is not None
             writer.complete()
         else:
+            self._index = index
             self.store.put(index.file, index.data, self._is_exclusive, self._replaces)
             # a copy of what has no manifest
             is_sure = is_sure or self.store.excludes(index.file, index.data, None)
@@ -529,12 +530,10 @@ class RemoteAttempt(Attempt):
         if self._single:
             writer = self.store.written.get(self._single)
             return writer is not None and writer.is_complete
-        found = (
-            find_manifest(store) if any(name in INDEXES for name in store.list_files()) else None
-        )
-        if found is None or found.index is None or found.attempt != self.attempt:
+        index = self._index  # in its text are the names of this attempt's files
+        if index is None or store.list_files().get(index.file) != len(index.data):
             return False
-        return hex64(crc64nvme(read(store, found.index[0]))) == found.index[1].crc64nvme
+        return read(store, index.file) == index.data
 
 
 class BucketCopies:
