@@ -281,8 +281,8 @@ def versions_in(url: str, options: Mapping[str, Any] | None) -> Versions:
 
 def _is_whole(versions: Versions, files: Mapping[str, int]) -> bool:
     """Tells by the names of its files whether a version is published. An index is written last."""
-    is_delta = versions.layout.has_manifest
-    return MANIFEST_JSON in files if is_delta else safetensors.recognise(files)
+    has_complete = versions.layout.has_complete
+    return safetensors.recognise(files) if has_complete else versions.layout.index_file in files
 
 
 def detect_in(root: Store) -> tuple[Store, Format]:

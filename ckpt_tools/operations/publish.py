@@ -33,7 +33,6 @@ from ckpt_tools.formats.deltas.layout import (
     CHECKSUMS,
     ENCODINGS,
     LAYOUTS,
-    SLIME,
     XOR,
     XXH3,
     DeltaIndex,
@@ -54,8 +53,8 @@ from ckpt_tools.operations.convert.convert import convert_source, prepare
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.convert.options import Conversion, check_request
 from ckpt_tools.operations.old_versions import remove_old
-from ckpt_tools.publish.delta import DELTA_FILES, DeltaCounts, DeltaDestination, DeltaJob
-from ckpt_tools.publish.manifest import Manifest
+from ckpt_tools.publish.delta import DeltaCounts, DeltaDestination, DeltaJob
+from ckpt_tools.publish.manifest import DELTA_FILES, Manifest
 from ckpt_tools.publish.sealed_source import checked_manifest, open_sealed
 from ckpt_tools.ranks.base import ALONE, Group
 from ckpt_tools.storage import PinnedStore, Store, is_url, local_path, read, write_file
@@ -158,7 +157,8 @@ def publish_version(src: Path_, root: Path_, **how: Unpack[Publication]) -> Publ
             "one process publishes a version of a checkpoint",
             hint="run it without torchrun; a Publisher publishes the model of a job",
         )
-    result = _publish(src, root, how)
+    began = time.monotonic()
+    result = _publish(src, _versions_before(root, how, ALONE), how, began)
     keep_last = how.get("keep_last")
     if keep_last is None:
         return result
@@ -200,16 +200,18 @@ def publish_part(
         CheckpointError: as for `publish_version`. Then no version was added.
     """
     how = {**how, "group": job.group}
+    began = time.monotonic()
+    versions = _versions_before(root, how, job.group)
+    may_begin_anew = versions.layout.has_complete and not needs_chain
     try:
-        return _publish(source, root, how, job, needs_chain)
+        return _publish(source, versions, how, began, job, may_begin_anew)
     except BaseException as error:
         if job.baseline is not None:
             job.baseline.forget()
-        is_told = needs_chain or how.get("full") or how.get("layout") not in (None, SLIME.name)
-        if is_told or not _is_damage(error, job.group):
+        if not may_begin_anew or how.get("full") or not _is_damage(error, job.group):
             raise
         damage = str(error)
-    result = _publish(source, root, {**how, "full": True}, job, needs_chain)
+    result = _publish(source, versions, {**how, "full": True}, began, job)
     return replace(result, notes=[*result.notes, f"{_WHY_COMPLETE}: {damage}"])
 
 
@@ -226,27 +228,31 @@ def _is_damage(error: BaseException, group: Group) -> bool:
         return False
 
 
-def _publish(
-    src: Path_ | Source,
-    root: Path_,
-    how: Publication,
-    job: DeltaJob | None = None,
-    needs_chain: bool = True,
-) -> PublishResult:
-    began, group = time.monotonic(), ALONE if job is None else job.group
+def _versions_before(root: Path_, how: Publication, group: Group) -> Versions:
+    """Returns the versions that are there, with the layout of the next one. All ranks call it."""
     check_publication(how)
-    url = local_path(root).rstrip("/")
-    options, base = how.get("storage_options"), how.get("base")
+    url, options = local_path(root).rstrip("/"), how.get("storage_options")
     versions = versions_among((), url)
     with group.phase("look at the versions"):
         if group.rank == 0:
             _refuse_model(url, options)
             versions = _with_layout(versions_in(url, options), how)
-            _refuse_leftover(versions)
-    versions = group.broadcast(versions, "look at the versions")
-    number, is_full = (versions.numbers or [0])[-1] + 1, bool(how.get("full"))
-    to = versions.path(number)
-    may_begin_anew = is_full or (not needs_chain and versions.layout.has_complete)
+            _refuse_leftover(versions.path(versions.newest + 1))
+    return group.broadcast(versions, "look at the versions")
+
+
+def _publish(
+    src: Path_ | Source,
+    versions: Versions,
+    how: Publication,
+    began: float,
+    job: DeltaJob | None = None,
+    may_begin_anew: bool = False,
+) -> PublishResult:
+    group = ALONE if job is None else job.group
+    options, base = how.get("storage_options"), how.get("base")
+    number, is_full = versions.newest + 1, bool(how.get("full"))
+    to, may_begin_anew = versions.path(number), may_begin_anew or is_full
     old, sealed, problem = _look_before(versions, base, options, group, may_begin_anew)
     with ExitStack() as stack:
         if old is not None:
@@ -271,9 +277,8 @@ def _publish(
         return _result_of(result, number, None, None, began)
 
 
-def _refuse_leftover(versions: Versions) -> None:
+def _refuse_leftover(path: str) -> None:
     """Refuses to publish where another program has left a part of the next version on a disk."""
-    path = versions.path((versions.numbers or [0])[-1] + 1)
     if not is_url(path) and os.path.lexists(path):
         raise StorageError(
             f"the next version is there, and is not whole: {printable(path)}",
@@ -376,9 +381,9 @@ def _open_before(
     versions: Versions, base: Path_ | None, options: Mapping[str, Any] | None
 ) -> Source | None:
     """Opens the version before; None for none. `base` also tells where version 0 lies now."""
-    if versions.numbers:
+    if versions.newest:
         where = "" if base is None else local_path(base)
-        return open_version(versions.path(versions.numbers[-1]), options, where, None)
+        return open_version(versions.path(versions.newest), options, where, None)
     return None if base is None else open_source(base, options)
 
 
@@ -505,7 +510,7 @@ def _publish_delta(
         if request.prove is not None:
             request.prove(group)
         attempts.append(place.finish(group))
-        about[DELTA_FILES] = {name: list(file[:2]) for name, file in place.written.items()}
+        about[DELTA_FILES] = place.sealed_files
 
     wanted = replace(
         request, dst=place, format=cast(Format, form), layout=layout, prove=prove, about=about

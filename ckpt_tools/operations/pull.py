@@ -133,7 +133,7 @@ def pull(root: Path_, local: Path_, **how: Unpack[Pulling]) -> PullResult:
     url, where = local_path(root).rstrip("/"), local_path(local).rstrip("/")
     _check(how, url, where)
     versions = versions_in(url, how.get("storage_options"))
-    number = _wanted(url, how.get("version"), versions)
+    number = _wanted(versions, how.get("version"))
     version_url = versions.path(number)
     own, receiver = _last_pull(Path(where)), how.get("receiver")
     if receiver is None or how.get("dry_run"):
@@ -233,8 +233,8 @@ def _check(how: Pulling, url: str, where: str) -> None:
         raise PlanError("one process of a machine pulls", hint="run it without torchrun")
 
 
-def _wanted(url: str, version: int | None, versions: Versions) -> int:
-    numbers = versions.numbers
+def _wanted(versions: Versions, version: int | None) -> int:
+    url, numbers = versions.url, versions.numbers
     if not numbers:
         raise no_versions(url)
     if version is None:

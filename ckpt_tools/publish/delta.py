@@ -24,7 +24,7 @@ from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Literal, Target
 from ckpt_tools.engine.kernels import Bytes
 from ckpt_tools.engine.sinks import WriteSink, empty_bytes
-from ckpt_tools.errors import FormatError, PlanError, StorageError, printable
+from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.formats.deltas.encoding import Encoder, check_size, new_hasher
 from ckpt_tools.formats.deltas.layout import (
     MANIFEST_JSON,
@@ -34,12 +34,11 @@ from ckpt_tools.formats.deltas.layout import (
     manifest_json,
 )
 from ckpt_tools.formats.registry import Source
-from ckpt_tools.formats.safetensors import INDEX
 from ckpt_tools.publish.base import Attempt, Destination
 from ckpt_tools.publish.delta_changes import Baseline, ChangeFinder, ChangeSink
 from ckpt_tools.publish.delta_frames import FrameFile, parts_of, told_if_full, wrong_before
 from ckpt_tools.publish.delta_join import ChangeJoiner
-from ckpt_tools.publish.find_manifest import find_manifest
+from ckpt_tools.publish.find_manifest import find_manifest, hash_file
 from ckpt_tools.publish.manifest import SealedFile, SealedTensor
 from ckpt_tools.ranks.base import Group
 from ckpt_tools.storage import (
@@ -48,10 +47,8 @@ from ckpt_tools.storage import (
     WritableStore,
     Writer,
     is_url,
-    read,
 )
 
-DELTA_FILES = "delta_files"  # in a manifest's `source`: bytes and CRC-64 of the files of changes
 _FILE = "model-{:05d}-of-{:05d}.safetensors"  # rank, and number of ranks
 _IN_MEMORY_BYTES = 8 << 20  # of the frame of a tensor in work; longer ones wait on a disk
 _WAITING_BYTES = 32 << 20  # of a tensor's tiles that came before their turn
@@ -68,23 +65,13 @@ def wrong_files(store: Store) -> dict[str, str]:
         CheckpointError: one cannot be read, or the manifest is malformed.
     """
     manifest, found = find_manifest(store), {}
-    told = {} if manifest is None else manifest.source.get(DELTA_FILES, {})
-    try:
-        sealed = [(str(name), int(nbytes), str(crc)) for name, (nbytes, crc) in told.items()]
-    except (AttributeError, TypeError, ValueError) as error:
-        where = printable(store.url)
-        raise FormatError(
-            f"the manifest of a delta is malformed: {DELTA_FILES} ({where})"
-        ) from error
-    for name, nbytes, expected in sealed:
-        sizes, crc = store.list_files(), 0
+    told = {} if manifest is None else manifest.delta_files
+    for name, (nbytes, expected) in told.items():
+        sizes = store.list_files()
         if sizes.get(name) != nbytes:
             found[name] = f"expected {nbytes:,} bytes, got {sizes.get(name, 'no file')}"
-            continue
-        for start in range(0, nbytes, _COPY_BYTES):
-            crc = crc64nvme(read(store, name, start, min(_COPY_BYTES, nbytes - start)), crc)
-        if hex64(crc) != expected:
-            found[name] = f"its bytes are not those that were published: CRC-64 is {hex64(crc)}"
+        elif (crc := hash_file(store, name)) != expected:
+            found[name] = f"its bytes are not those that were published: CRC-64 is {crc}"
     return found
 
 
@@ -137,6 +124,7 @@ class DeltaDestination(Destination):
     _attempt: _DeltaAttempt | None = None
     takes_boxes = True
     written: dict[str, SealedFile]  # on rank 0, after `finish`
+    index: Literal | None = None  # the same
 
     def __init__(
         self,
@@ -214,11 +202,23 @@ class DeltaDestination(Destination):
         del single, kept_glob, takes_over
         return self._staged(self._inner.stage(attempt, overwrite))
 
-    def index_of(self, index: DeltaIndex, frames: Mapping[str, ChangedBytes]) -> Literal:
-        """Returns the file that tells what a delta changes. It is written last."""
-        if self._layout.has_manifest:
-            return Literal(MANIFEST_JSON, 0, manifest_json(index, frames, self._before.catalog))
-        return Literal(INDEX, 0, json.dumps(index.render(), indent=1).encode("ascii"))
+    def add_index(self, index: DeltaIndex, frames: Mapping[str, ChangedBytes]) -> None:
+        """Takes what a delta changes, for the file that tells it. It is written last."""
+        text = (
+            manifest_json(index, frames, self._before.catalog)
+            if self._layout.index_file == MANIFEST_JSON
+            else json.dumps(index.render(), indent=1).encode("ascii")
+        )
+        self.index = Literal(self._layout.index_file, 0, text)
+
+    @property
+    def sealed_files(self) -> dict[str, tuple[int, str]]:
+        """Returns bytes and CRC-64 of the delta's own files, for its manifest."""
+        found = {name: (file.nbytes, file.crc64nvme) for name, file in self.written.items()}
+        if self.index is not None:
+            data = self.index.data
+            found[self.index.file] = len(data), hex64(crc64nvme(data))
+        return found
 
     def data_name(self, attempt: str, group: Group) -> str:
         """Returns the name of the file with this rank's frames."""
@@ -253,8 +253,6 @@ class _DeltaAttempt(Attempt):
     ) -> None:
         self.attempt, self._inner, self._place = inner.attempt, inner, place
         self._encoders, self._index = encoders, index
-        self._weight_map: dict[str, str] = {}
-        self._changed: dict[str, ChangedBytes] = {}
 
     @property
     def writable(self) -> WritableStore:
@@ -280,11 +278,10 @@ class _DeltaAttempt(Attempt):
         self, manifest: Literal | None, index: Literal | None, files: Mapping[str, int]
     ) -> list[str]:
         del index, files  # of the complete version: they are not written
-        about = self._index._replace(weight_map=dict(sorted(self._weight_map.items())))
-        own = self._place.index_of(about, self._changed)
-        written = {name: file.nbytes for name, file in self._place.written.items()}
-        self._place.counts.written_nbytes = sum(written.values()) + len(own.data)
-        return self._inner.publish(manifest, own, written)
+        place = self._place
+        written = {name: file.nbytes for name, file in place.written.items()}
+        place.counts.written_nbytes = sum(nbytes for nbytes, _ in place.sealed_files.values())
+        return self._inner.publish(manifest, place.index, written)
 
     def finish(self, group: Group) -> None:
         """Makes this rank's frames and writes them. Rank 0 notes those of all ranks."""
@@ -295,11 +292,16 @@ class _DeltaAttempt(Attempt):
             self._inner.sync()
         frames.close()
         mine = written, dict(frames.table), self._encoders.counts
-        for files, table, counts in group.gather(mine, "gather the changes"):
+        weight_map, changed = dict[str, str](), dict[str, ChangedBytes]()
+        told = group.gather(mine, "gather the changes")
+        for files, table, counts in told:
             self._place.written |= files
-            self._weight_map |= dict.fromkeys(table, next(iter(files), ""))
+            weight_map |= dict.fromkeys(table, next(iter(files), ""))
             self._place.counts.add(counts)
-            self._changed |= {n: ChangedBytes(end - at, crc) for n, (at, end, crc) in table.items()}
+            changed |= {n: ChangedBytes(end - at, crc) for n, (at, end, crc) in table.items()}
+        if told:
+            about = self._index._replace(weight_map=dict(sorted(weight_map.items())))
+            self._place.add_index(about, changed)
 
 
 class _TensorPlaces:

@@ -59,12 +59,12 @@ def find_manifest(
     num_fit, crcs = 0, dict[str, str]()
     for name in names:  # one at a time: each may take much memory
         found = read_manifest(store, name)
-        file, sealed = (beside, found.files.get(beside)) if beside else found.index or ("", None)
-        if sealed is None or file not in files:
+        file, expected = _known_file(found, beside)
+        if file not in files:
             continue
         if file not in crcs:
-            crcs[file] = _crc_of(store, file)
-        if sealed.crc64nvme == crcs[file] and not (beside and fit):
+            crcs[file] = hash_file(store, file)
+        if expected == crcs[file] and not (beside and fit):
             fit, num_fit = found, num_fit + 1
     if num_fit != 1:
         shown = ", ".join(names[:_MOST_NAMES]) + f" and {len(names) - _MOST_NAMES} more" * (
@@ -78,7 +78,21 @@ def find_manifest(
     return fit
 
 
-def _crc_of(store: Store, name: str) -> str:
+def _known_file(manifest: Manifest, beside: str) -> tuple[str, str]:
+    """Returns the file by which a manifest is known, and its CRC-64; "" for none.
+
+    That is the only file, or the index: a delta's own one, and not that of the complete version.
+    """
+    if beside:
+        sealed = manifest.files.get(beside)
+        return (beside, sealed.crc64nvme) if sealed is not None else ("", "")
+    own = manifest.delta_files
+    if name := next((name for name in INDEXES if name in own), ""):
+        return name, own[name][1]
+    return (manifest.index[0], manifest.index[1].crc64nvme) if manifest.index else ("", "")
+
+
+def hash_file(store: Store, name: str) -> str:
     """Reads a whole file, and returns its CRC-64 as 16 hex digits."""
     crc, nbytes = 0, store.size(name)
     for start in range(0, nbytes, _READ_BYTES):

@@ -27,6 +27,7 @@ from ckpt_tools.version import __version__
 VERSION = 2  # version 1 has no checksum of its own and is not read
 CHECKSUM = "crc64nvme"
 NUM_LOST = "num_lost"  # in `source`: entries that `ckpt salvage` could not rescue
+DELTA_FILES = "delta_files"  # in `source`: bytes and CRC-64 of a delta's own files, by name
 RENAMED_BY = "renamed_by"  # in `source`: the maps and rules that changed the names, in order
 ROOM_BYTES = 1 << 20  # what a result needs on a disk beside its data
 
@@ -112,6 +113,19 @@ class Manifest:
         steps = [printable(str(one)) for one in found] if isinstance(found, list) else []
         renamed = [f"names and layout were changed by {', then '.join(steps)}"] if steps else []
         return [note for note in (self.salvage_note, *renamed) if note]
+
+    @property
+    def delta_files(self) -> Mapping[str, tuple[int, str]]:
+        """Returns bytes and CRC-64 of a delta's own files; none for any other checkpoint.
+
+        Raises:
+            FormatError: it is malformed.
+        """
+        told = self.source.get(DELTA_FILES, {})
+        try:
+            return {str(name): (int(nbytes), str(crc)) for name, (nbytes, crc) in told.items()}
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
+            raise FormatError(f"the manifest of a delta is malformed: {DELTA_FILES}") from error
 
     @property
     def thinned(self) -> list[str]:

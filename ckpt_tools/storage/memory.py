@@ -73,7 +73,7 @@ class MemoryStore(StoreDefaults):
 
 
 class NoStore:
-    """Takes files and keeps nothing, for who wants their checksums alone."""
+    """A store that keeps nothing. A sink that writes to it computes the checksums of files."""
 
     capabilities = Capabilities(can_write_anywhere=True)
 

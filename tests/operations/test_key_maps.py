@@ -5,6 +5,7 @@ that its config's model has.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -509,6 +510,9 @@ def test_a_flipped_bit_in_reordered_rows_is_found(part: str, tmp_path: Path) -> 
     )
     result = ckpt_tools.convert(tmp_path / "s", tmp_path / "good", to="dcp", key_map=rules)
     assert any("2 tensors were read twice" in note for note in result.notes)
+    shutil.copytree(tmp_path / "s", tmp_path / "stock", ignore=shutil.ignore_patterns("ckpt.*"))
+    once = ckpt_tools.convert(tmp_path / "stock", tmp_path / "once", to="dcp", key_map=rules)
+    assert result.read_nbytes == once.read_nbytes + 2 * 8 * 4 * 4
     (file,) = (tmp_path / "s").glob("*.distcp")
     data = bytearray(file.read_bytes())
     data[data.index(tensors[f"l.{part}"].numpy().tobytes()) + 70] ^= 4

@@ -434,6 +434,7 @@ def test_a_model_of_torchtitan_becomes_that_of_hugging_face_and_back(
     step = tmp_path / "run" / "step-2"
     want, hf = torch.load(tmp_path / "save.pt"), torch.load(tmp_path / "hf.pt")
     if how == "gpt_oss":
+        assert not [name for name in hf["model"] if ".experts." in name]  # without a word
         hf["model"] |= experts_of_gpt_oss(want["model"])
         for kind_of in ("exp_avg", "exp_avg_sq"):
             values = {

@@ -29,7 +29,7 @@ from ckpt_tools.errors import (
     printable,
 )
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.base import MANIFEST, attempt_of, note_of
+from ckpt_tools.formats.base import MANIFEST, attempt_of, note_name, note_of
 from ckpt_tools.formats.deltas.encoding import Patch, check_frame, decode, fold, new_hasher
 from ckpt_tools.formats.deltas.layout import DeltaIndex, Layout, index_text, read_delta_index
 from ckpt_tools.storage import Capabilities, Store, Writer, read
@@ -251,8 +251,7 @@ class PatchedStore(StoreDefaults):
         self._by_file: dict[str, list[ChangedTensor]] = {}
         for tensor in sorted(self.changed.values(), key=lambda t: t.start):
             self._by_file.setdefault(tensor.file, []).append(tensor)
-        own = self._last.list_files()
-        is_sealed = any(note_of(name) == (MANIFEST, "") for name in own)
+        is_sealed = bool(self._manifests())
         self._ahead = _FramesAhead()
         self._decoded = _Decoded(None if is_sealed else self._check, self._ahead)
 
@@ -274,9 +273,18 @@ class PatchedStore(StoreDefaults):
 
     def list_files(self, below: bool = False) -> Mapping[str, int]:
         files = {n: b for n, b in self._base.list_files(below).items() if note_of(n) is None}
-        own = self._last.list_files()
         files |= {n: self._memory.size(n) for n in self._memory.files}
-        return files | {n: b for n, b in own.items() if note_of(n) == (MANIFEST, "")}
+        return files | self._manifests()
+
+    def _manifests(self) -> dict[str, int]:
+        """Returns the manifests of the version, with their bytes: one, and none of a dead attempt.
+
+        In a bucket, the names of a delta's files have the id of the attempt that has published it.
+        """
+        found = {n: b for n, b in self._last.list_files().items() if note_of(n) == (MANIFEST, "")}
+        ids = {attempt_of(file) for file in self._chain.layers[-1].about.weight_map.values()} - {""}
+        mine = {n: b for n, b in found.items() if n in {note_name(MANIFEST, one) for one in ids}}
+        return mine or found
 
     def folders(self) -> list[str]:
         return self._base.folders()
@@ -398,7 +406,7 @@ def _frames_of(store: Store, index: DeltaIndex) -> Catalog:
     files = set(index.weight_map.values())
     others = [n for n in store.list_files() if n.endswith(safetensors.SUFFIX) and n not in files]
     others = [n for n in others if not attempt_of(n)]  # of an attempt that was given up
-    if others and not index.is_manifest:
+    if others and index.file == safetensors.INDEX:
         raise FormatError(
             f"the index of a delta does not name one of its files: {printable(others[0])}"
             f" ({printable(store.url)})"

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_tools.core.catalog import Catalog
-from ckpt_tools.errors import FormatError, NotACheckpointError, printable
-from ckpt_tools.formats.safetensors import DELTA, INDEX, MAX_HEADER_BYTES, SUFFIX
+from ckpt_tools.errors import CheckpointError, FormatError, NotACheckpointError, printable
+from ckpt_tools.formats.safetensors import DELTA, INDEX, MAX_HEADER_BYTES, SUFFIX, read_files
 from ckpt_tools.storage import Store, read
 from ckpt_tools.storage.small_files import parse_json
 
@@ -29,7 +29,6 @@ COMPRESSION = "zstd"
 BASE = "ckpt_base"
 MANIFEST_JSON = "manifest.json"  # of SkyRL
 _DIGITS = re.compile(r"[0-9]{6,9}")
-_LENGTH_BYTES = 8  # of a header in safetensors
 
 
 class Layout(NamedTuple):
@@ -39,8 +38,8 @@ class Layout(NamedTuple):
         name: of the layout.
         prefix, num_digits: of the name of a version's directory.
         encodings, checksums: of deltas.
+        index_file: the file that tells what a delta changes; it is written last.
         has_complete: its receivers take complete versions, too.
-        has_manifest: a delta has `MANIFEST_JSON` for its index.
     """
 
     name: str
@@ -48,8 +47,8 @@ class Layout(NamedTuple):
     num_digits: int
     encodings: Sequence[str]
     checksums: Sequence[str]
+    index_file: str
     has_complete: bool
-    has_manifest: bool
 
     def version_name(self, number: int) -> str:
         """Returns the name of a version's directory."""
@@ -62,8 +61,8 @@ class Layout(NamedTuple):
         return number if number and self.version_name(number) == name else None
 
 
-SLIME = Layout("slime", "weight_v", 6, ENCODINGS, CHECKSUMS, has_complete=True, has_manifest=False)
-SKYRL = Layout("skyrl", "delta-", 8, (XOR,), (XXH3,), has_complete=False, has_manifest=True)
+SLIME = Layout("slime", "weight_v", 6, ENCODINGS, CHECKSUMS, INDEX, has_complete=True)
+SKYRL = Layout("skyrl", "delta-", 8, (XOR,), (XXH3,), MANIFEST_JSON, has_complete=False)
 LAYOUTS = {layout.name: layout for layout in (SLIME, SKYRL)}
 
 
@@ -79,6 +78,11 @@ class Versions(NamedTuple):
     url: str
     layout: Layout
     numbers: list[int]
+
+    @property
+    def newest(self) -> int:
+        """The newest version; 0 if there are none."""
+        return self.numbers[-1] if self.numbers else 0
 
     def name(self, number: int) -> str:
         """Returns the name of a version's directory."""
@@ -98,7 +102,7 @@ class DeltaIndex(NamedTuple):
         weight_map: the file of each changed tensor.
         base: path or URL of version 0, where the publisher has it; "" if it does not say.
         checksums: of the changed tensors, if the index has them; else the files have them.
-        is_manifest: this is `MANIFEST_JSON`.
+        file: its name.
     """
 
     number: int
@@ -108,7 +112,7 @@ class DeltaIndex(NamedTuple):
     weight_map: Mapping[str, str]
     base: str = ""
     checksums: Mapping[str, str] = {}
-    is_manifest: bool = False
+    file: str = INDEX
 
     def render(self) -> dict[str, Any]:
         """Returns the index as JSON values."""
@@ -167,35 +171,29 @@ def read_delta_index(store: Store) -> DeltaIndex | None:
         FormatError: it is malformed, or of a kind that this tool does not know.
     """
     version, files = named_version(store.url.rstrip("/").rpartition("/")[2]), store.list_files()
-    if version is not None and version[0].has_manifest:
+    if version is not None and version[0].index_file == MANIFEST_JSON:
         return _read_manifest_json(store)
     found = _read_index(store) if INDEX in files else None
     if found is None and _has_frames(store, files):
         raise FormatError(
-            "a delta does not say what it changes: its index is another one, or gone"
+            "a delta does not say what it changes: its index is gone, or that of something else"
             f" ({printable(store.url)})",
-            hint="restore its files; its publisher has them, or another copy of the directory",
+            hint="restore its files from another copy of the directory",
         )
     return found
 
 
 def _has_frames(store: Store, files: Mapping[str, int]) -> bool:
     """Tells whether the files of a version have frames: bytes, each with its checksum."""
-    name = next((name for name in sorted(files) if name.endswith(SUFFIX)), None)
-    if name is None or files[name] < _LENGTH_BYTES:
-        return False
-    nbytes = int.from_bytes(read(store, name, 0, _LENGTH_BYTES), "little")
-    if nbytes > min(MAX_HEADER_BYTES, files[name] - _LENGTH_BYTES):
-        return False
+    names = sorted(name for name in files if name.endswith(SUFFIX))[:1]
     try:
-        header = parse_json(read(store, name, _LENGTH_BYTES, nbytes).decode("utf-8"))
-        entries = {n: entry["dtype"] for n, entry in header.items() if n != "__metadata__"}
-        checksums = header.get("__metadata__", {})
-        return bool(entries) and all(
-            dtype == "U8" and name in checksums for name, dtype in entries.items()
-        )
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return False  # who reads the file tells what is wrong
+        found = read_files(store, names, {})
+    except CheckpointError:
+        return False  # who reads all files tells what is wrong
+    return bool(found.tensors) and all(
+        entry.dtype.name == "uint8" and name in found.extras
+        for name, entry in found.tensors.items()
+    )
 
 
 def _read_index(store: Store) -> DeltaIndex | None:
@@ -264,7 +262,7 @@ def _read_manifest_json(store: Store) -> DeltaIndex:
         raise FormatError(f"version: expected a number from 1 on, got {number} ({where})")
     _check_base(number, base)
     base_url = said if isinstance(said, str) else ""
-    return DeltaIndex(number, base, XOR, XXH3, weight_map, base_url, checksums, is_manifest=True)
+    return DeltaIndex(number, base, XOR, XXH3, weight_map, base_url, checksums, MANIFEST_JSON)
 
 
 class ChangedBytes(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_tools.core.checksum import crc64nvme, hex64
+from ckpt_tools.core.checksum import hex64
 from ckpt_tools.core.logs import log
 from ckpt_tools.engine.statistics import Moments
 from ckpt_tools.errors import CheckpointError, StorageError, printable
@@ -26,13 +26,11 @@ from ckpt_tools.loop.state.checksums import checksums_of
 from ckpt_tools.loop.state.shard_info import FileKind, ShardInfo
 from ckpt_tools.loop.state.staging import Stager
 from ckpt_tools.publish.base import Attempt, Destination, NoLinksError
-from ckpt_tools.publish.find_manifest import find_manifest
+from ckpt_tools.publish.find_manifest import find_manifest, hash_file
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.sealed_source import open_sealed
-from ckpt_tools.storage import Store, read
 
 IMPOSSIBLE = "impossible"  # how a file was taken over: this store can neither link nor copy
-_READ_BYTES = 8 << 20
 _MAX_SOURCES = 8  # steps that are remembered as a source of a file
 
 
@@ -141,13 +139,17 @@ class ResumedStep:
                 return None
             origin, _ = self.target.existing_result()
             with closing(origin):
-                identity = self.target.identity(file)
-                if origin.capabilities.is_remote and _crc64(origin, file) is None:
-                    log.info("%s is written anew: the store keeps no checksum of it", name)
-                    return None
+                identity, is_remote = self.target.identity(file), origin.capabilities.is_remote
+                if is_remote:
+                    kept = origin.stored_crcs([file]).get(file)
+                    if kept is None or hex64(kept) != sealed.crc64nvme:
+                        log.info("%s is written anew: the store keeps no checksum of it", name)
+                        return None
                 part = rehearsed_part(plan, memory, jobs, measures)
-                if sealed.crc64nvme != hex64(part.crc64) or _crc64(origin, file) != part.crc64:
+                if hex64(part.crc64) != sealed.crc64nvme:
                     return None
+                if not is_remote and hash_file(origin, file) != sealed.crc64nvme:
+                    return None  # damaged: a link would carry that into the new step
         except (CheckpointError, OSError) as error:
             log.info("%s of the step before is not linked: %s", name, error)
             return None
@@ -157,18 +159,6 @@ class ResumedStep:
 
 def _is_settled(file: str) -> bool:
     return data_file_number(file) == FileKind.SETTLED
-
-
-def _crc64(store: Store, file: str) -> int | None:
-    """Returns the CRC-64 of a file, as the store keeps it or else from its bytes; None if a remote
-    store does not keep it.
-    """
-    if store.capabilities.is_remote:
-        return store.stored_crcs([file]).get(file)
-    crc = 0
-    for start in range(0, nbytes := store.size(file), _READ_BYTES):
-        crc = crc64nvme(read(store, file, start, min(_READ_BYTES, nbytes - start)), crc)
-    return crc
 
 
 @dataclass(frozen=True, slots=True)

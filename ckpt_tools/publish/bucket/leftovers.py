@@ -247,7 +247,7 @@ def _uploads(
     results = {note[1] for name in store.list_files() if (note := note_of(name)) and note[1]}
     for upload in uploads:
         path = upload["Key"][top:]
-        is_own = upload["UploadId"] in noted or short_name(path) in results or _is_of_step(path)
+        is_own = upload["UploadId"] in noted or short_name(path) in results or _is_of_attempt(path)
         if is_own:
             found.append(
                 Leftover(
@@ -259,7 +259,7 @@ def _uploads(
     return found
 
 
-def _is_of_step(path: str) -> bool:
+def _is_of_attempt(path: str) -> bool:
     """Tells whether a path is that of a data file of a step, a named save, or a version."""
     folder, _, name = path.rpartition("/")
     has_id = bool(attempt_of(name))
