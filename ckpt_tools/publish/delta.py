@@ -141,7 +141,7 @@ class DeltaDestination(Destination):
             inner: where the delta is published.
             before: the version before, with each tensor in one place.
             sealed: its tensors as its manifest has them, to compare the old bytes with.
-            index: what the index will say; its `weight_map` is ignored.
+            index: the contents of the index; its `weight_map` is ignored.
             layout: for whose receivers the delta is.
             job: the ranks, if each has a part of the new bytes.
         """

@@ -32,7 +32,7 @@ _DIGITS = re.compile(r"[0-9]{6,9}")
 
 
 class Layout(NamedTuple):
-    """What the receivers of a project take.
+    """The form of versions that the receivers of a project take.
 
     Attributes:
         name: of the layout.
@@ -276,7 +276,7 @@ def manifest_json(index: DeltaIndex, frames: Mapping[str, ChangedBytes], catalog
     """Returns the manifest of a delta as SkyRL's receivers read it.
 
     Args:
-        index: what the index says.
+        index: the contents of the index.
         frames: by tensor.
         catalog: of the version below, which has the same tensors.
     """
