@@ -254,8 +254,8 @@ KeyMap = Annotated[
         autocompletion=maps,
         metavar="FILE|NAME",
         help=(
-            "A key map: llama_titan_to_hf, llama_hf_to_titan, the same of qwen3 and"
-            " deepseek_v3, qkv_split, qkv_fuse, megatron_unstack, or a file of your own."
+            "A key map: llama_titan_to_hf, llama_hf_to_titan, the same of qwen3, deepseek_v3"
+            " and gpt_oss, llama_hf_to_meta, qkv_split, qkv_fuse, megatron_unstack, or your own file."
         ),
         show_default=False,
     ),
