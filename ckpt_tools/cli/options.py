@@ -255,7 +255,7 @@ KeyMap = Annotated[
         metavar="FILE|NAME",
         help=(
             "A key map: llama_titan_to_hf, llama_hf_to_titan, the same of qwen3, deepseek_v3"
-            " and gpt_oss, llama_hf_to_meta, qkv_split, qkv_fuse, megatron_unstack, or your own file."
+            " and gpt_oss, llama_hf_to_meta, qkv_split, qkv_fuse, megatron_unstack, or your file."
         ),
         show_default=False,
     ),
