@@ -353,6 +353,11 @@ def show_transfer(result: TransferResult, src: str = "") -> None:
             for k, v in sorted(result.bytes_by_dtype.items(), key=lambda i: -i[1])
         )
     )
+    if result.num_proved:
+        print(
+            f"  proved: the inverse gave {count(result.num_proved, 'tensor')} of the source back,"
+            f" {format_size(result.proved_nbytes)}"
+        )
     if result.left_out:
         print(
             "  left out: "

@@ -340,6 +340,17 @@ def convert(
             help="For hf: load the result with transformers in a separate process, and compare.",
         ),
     ] = False,
+    no_prove: Annotated[
+        bool,
+        typer.Option(
+            "--no-prove",
+            help=(
+                "Do not make SRC again of what was written, by the inverse of all that was done, to"
+                " compare the two before DST appears."
+            ),
+            rich_help_panel="More",
+        ),
+    ] = False,
     *,
     shared: Shared,
 ) -> None:
@@ -379,6 +390,7 @@ def convert(
             mesh=mesh,
             max_shard_bytes=max_shard_size,
             check=check,
+            prove=not no_prove,
             **shared.writing,
         )
     report_transfer(shared, src, result)

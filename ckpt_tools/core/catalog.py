@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ckpt_tools.core.box import Box, Overlaps, whole
 from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.grid import Relation
 from ckpt_tools.errors import FormatError, printable
 
 RAW, TORCH_ZIP, ZIP = "raw", "torch_zip", "zip"
@@ -131,22 +132,6 @@ class QuantizedWeight(NamedTuple):
     parts: tuple[str, ...]
 
 
-class Stretch(NamedTuple):
-    """Elements that follow each other in a tensor, and also in a stored tensor.
-
-    Attributes:
-        stored: name of the stored tensor.
-        start: of the elements in the row-major order of the stored tensor.
-        at: of the elements in the row-major order of the tensor.
-        number: of elements; 0 for elements that do not follow each other.
-    """
-
-    stored: str
-    start: int
-    at: int
-    number: int
-
-
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor.
@@ -157,8 +142,8 @@ class TensorEntry:
         stored: its name in the checkpoint, if that differs from `fqn`.
         quantized: the quantized weight that it is a part of.
         is_computed: elements of it are computed when they are read, so no fingerprint is known.
-        stretches: the parts of stored tensors that it was made of, in order; empty for a stored
-            tensor.
+        relations: the elements of stored tensors (left) that it (right) was made of; empty for a
+            stored tensor.
     """
 
     fqn: str
@@ -168,7 +153,7 @@ class TensorEntry:
     stored: str = field(default="", compare=False)
     quantized: QuantizedWeight | None = field(default=None, compare=False)
     is_computed: bool = field(default=False, compare=False)
-    stretches: tuple[Stretch, ...] = field(default=(), compare=False)
+    relations: tuple[Relation, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.chunks, Chunks):  # a format of somebody else gives a plain tuple

@@ -21,42 +21,14 @@ from ckpt_tools.core.catalog import (
     Chunk,
     ChunkList,
     Extent,
-    Stretch,
     TensorEntry,
 )
 from ckpt_tools.core.coverage import cover_error
 from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.grid import GridPlace, Relation
 from ckpt_tools.errors import CatalogError, PlanError, printable
 
 _MAX_PIECES = 1 << 20  # of one tensor
-
-
-class GridPlace(NamedTuple):
-    """Where a grid lies in a tensor: element `offset + Σ index[axis] · strides[axis]`.
-
-    Offset and strides count elements in the row-major order of the tensor.
-    """
-
-    name: str
-    offset: int
-    strides: tuple[int, ...]
-
-
-class Relation(NamedTuple):
-    """A grid of elements that two tensors share. `sizes` has its axes."""
-
-    sizes: tuple[int, ...]
-    left: GridPlace
-    right: GridPlace
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.sizes)
-
-    def inverse(self) -> Relation:
-        """Returns the same grid with the other tensor on the left."""
-        return Relation(self.sizes, self.right, self.left)
 
 
 class Coordinates(NamedTuple):
@@ -117,39 +89,62 @@ def assemble(
         first,
         shape=shape,
         chunks=ChunkList(chunks),
-        stretches=_stretches(relations, entries),
+        relations=tuple(_from_stored(relations, entries)),
         is_computed=any(source.is_computed for source in sources),
     )
     return made.named(fqn)
 
 
-def _stretches(
-    relations: Sequence[Relation], entries: Mapping[str, TensorEntry]
-) -> tuple[Stretch, ...]:
-    """Returns the stretches of the result of `assemble`.
+def _from_stored(
+    relations: Iterable[Relation], entries: Mapping[str, TensorEntry]
+) -> Iterator[Relation]:
+    """Returns the relations of the result of `assemble` with stored tensors.
 
-    Beside computed elements, those of a stored tensor prove nothing: it is read once more.
+    A tensor that is computed while it is read has none.
     """
-    found = []
-    is_mixed = any(entries[relation.left.name].is_computed for relation in relations)
-    for sizes, left, right in relations:
-        entry, numel = entries[left.name], math.prod(sizes)
-        if entry.is_computed:
-            continue
-        plain = row_major_strides(sizes)
-        is_together = all(
-            size == 1 or a == b == stride
-            for size, a, b, stride in zip(sizes, left.strides, right.strides, plain, strict=True)
+    joined = {
+        name: JoinedMemory(
+            entry.shape, [part for own in entry.relations for part in _boxes(own, entry.shape)]
         )
-        if not numel:
+        for name, entry in entries.items()
+        if entry.relations and not _is_part(entry)
+    }
+    for relation in relations:
+        entry = entries[relation.left.name]
+        if entry.is_computed or not relation.numel:
             continue
-        own = entry.stretches or (Stretch(entry.stored_name, 0, 0, math.prod(entry.shape)),)
-        if is_together and not is_mixed and len(own) == 1 and own[0].number:  # a part of a part
-            start = own[0].start + left.offset
-            found.append(Stretch(own[0].stored, start, right.offset, numel))
-        else:
-            found += [Stretch(stretch.stored, 0, right.offset, 0) for stretch in own]
-    return tuple(sorted(found, key=lambda stretch: stretch.at))
+        if relation.left.name in joined:
+            yield from _of_memory(relation, joined)
+            continue
+        name, start = entry.stored_name, 0
+        if entry.relations:  # a part of a part
+            name, start = entry.relations[0].left[:2]
+        left = relation.left._replace(name=name, offset=relation.left.offset + start)
+        yield relation._replace(left=left)
+
+
+def _is_part(entry: TensorEntry) -> bool:
+    """Tells whether all elements of a tensor follow each other in one stored tensor."""
+    return len(entry.relations) == 1 and entry.relations[0].is_stretch
+
+
+def _boxes(
+    relation: Relation, shape: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], StridedView]]:
+    """Splits a relation until its right side is a box; returns where that is, and its left side."""
+    coords = _coordinates(relation.sizes, relation.right, shape)
+    if not isinstance(coords, tuple):
+        steps = [coord.axis for coord in coords if coord.axis is not None and coord.step != 1]
+        if not steps:
+            sizes = tuple(1 if c.axis is None else relation.sizes[c.axis] for c in coords)
+            left = relation.left
+            strides = tuple(0 if c.axis is None else left.strides[c.axis] for c in coords)
+            view = StridedView(left.name, left.offset, sizes, strides)
+            yield tuple(coord.start for coord in coords), view
+            return
+        coords = steps[0], 1
+    for part in _split(relation, *coords):
+        yield from _boxes(part, shape)
 
 
 def is_whole(relation: Relation, shape: Sequence[int], other: Sequence[int]) -> bool:
@@ -397,7 +392,12 @@ def relations_of(
     """
     place = GridPlace(name, 0, row_major_strides(view.sizes))
     first = Relation(view.sizes, GridPlace(view.memory, view.offset, view.strides), place)
-    pending, found = [first], []
+    return _of_memory(first, joined)
+
+
+def _of_memory(first: Relation, joined: Mapping[str, JoinedMemory]) -> list[Relation]:
+    """Returns which elements of which tensors a relation takes, through memory on its left."""
+    name, pending, found = first.right.name, [first], list[Relation]()
     while pending:
         relation = pending.pop()
         memory = joined.get(relation.left.name)

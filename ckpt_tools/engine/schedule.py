@@ -31,6 +31,7 @@ from ckpt_tools.core.plan import Plan, Slot, TensorPlan, num_cells
 DEFAULT_MEMORY_BYTES = 64 << 20
 MIN_TILE_BYTES, MAX_TILE_BYTES = 64 << 10, 4 << 20
 _BUFFERS_PER_WORKER = 3
+_MOST_SLOTS = 1 << 16  # whose files are told apart
 
 
 class Read(NamedTuple):
@@ -208,6 +209,14 @@ def _tensor_reads(tensor: TensorPlan, tile_nbytes: int, max_tile_nbytes: int) ->
         read.nbytes
         for tile in _tiles(tensor, {}, tile_nbytes, max_tile_nbytes)
         for read in tile.reads
+    )
+
+
+def is_cut_in_order(plan: Plan) -> bool:
+    """Tells whether `by_files` costs nothing: each slot is read as one range, and they are few."""
+    numbers = [len(tensor.slots) for tensor in plan.tensors]
+    return sum(numbers) <= _MOST_SLOTS and all(
+        is_flat(slot.box, tensor.shape) for tensor in plan.tensors for slot in tensor.slots
     )
 
 

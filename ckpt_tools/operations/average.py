@@ -480,6 +480,6 @@ def _computed_catalog(newest: Catalog, view: Catalog, dtypes: Mapping[str, DType
         sizes[fqn] = box.numel * dtypes[fqn].itemsize
         chunks = one_chunk(box, Extent(fqn, 0, sizes[fqn]))
         entries[fqn] = replace(
-            entry, fqn=fqn, dtype=dtypes[fqn], chunks=chunks, stored="", stretches=()
+            entry, fqn=fqn, dtype=dtypes[fqn], chunks=chunks, stored="", relations=()
         )
     return Catalog(newest.format, entries, file_sizes=sizes, world_size=1)

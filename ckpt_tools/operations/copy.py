@@ -638,7 +638,7 @@ class _CopyJob:
         sink, crc_watch = division.sink(staged), RecordCrcWatch(self._records(), self.source.store)
         try:
             division.open_files(sink, group)
-            batches = batches_for(division.plan, {}, tiles, staged.writable, division.share)
+            batches = batches_for(division.plan, {}, tiles, staged.writable, division.share, jobs)
             with group.phase("copy"):
                 execute_batches(
                     batches, self.source.store, sink, jobs, advance, crc_watch=crc_watch

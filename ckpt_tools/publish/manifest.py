@@ -28,6 +28,7 @@ VERSION = 2  # version 1 has no checksum of its own and is not read
 CHECKSUM = "crc64nvme"
 NUM_LOST = "num_lost"  # in `source`: entries that `ckpt salvage` could not rescue
 DELTA_FILES = "delta_files"  # in `source`: bytes and CRC-64 of a delta's own files, by name
+PROOF = "proof"  # in `source`: how the inverse gave the source back
 RENAMED_BY = "renamed_by"  # in `source`: the maps and rules that changed the names, in order
 ROOM_BYTES = 1 << 20  # what a result needs on a disk beside its data
 
@@ -112,7 +113,21 @@ class Manifest:
         found = self.source.get(RENAMED_BY)
         steps = [printable(str(one)) for one in found] if isinstance(found, list) else []
         renamed = [f"names and layout were changed by {', then '.join(steps)}"] if steps else []
-        return [note for note in (self.salvage_note, *renamed) if note]
+        return [note for note in (self.salvage_note, *renamed, self._proof_note) if note]
+
+    @property
+    def _proof_note(self) -> str:
+        found = self.source.get(PROOF)
+        told = found if isinstance(found, dict) else {}
+        counts = [told.get(key) for key in ("num_tensors", "num_relations")]
+        if not all(type(count) is int for count in counts):
+            return ""
+        lacking = told.get("lacking")
+        rest = f"; not proved: {len(lacking):,}" if isinstance(lacking, list) and lacking else ""
+        return (
+            f"the inverse gave {counts[0]:,} tensors of the source back, {counts[1]:,} relations"
+            f" among them{rest}"
+        )
 
     @property
     def delta_files(self) -> Mapping[str, tuple[int, str]]:

@@ -28,6 +28,8 @@ class TransferResult:
         kept_nbytes: bytes of those written that an earlier, interrupted attempt had written.
         store_nbytes: bytes of those written that an object store copied by itself, without their
             passing through this process.
+        num_proved, proved_nbytes: tensors of the source that the inverse made again of what was
+            written, and their bytes.
         bytes_by_dtype: bytes written, by element type.
         left_out: entries that were not taken, with their bytes. A name stands for all below it.
         stripped: how many names lost a prefix, by prefix.
@@ -55,6 +57,8 @@ class TransferResult:
     stripped: Mapping[str, int] = field(default_factory=dict)
     overflowed: Mapping[str, int] = field(default_factory=dict)
     quantization_errors: Mapping[str, float] = field(default_factory=dict)
+    num_proved: int = 0
+    proved_nbytes: int = 0
     notes: Sequence[str] = ()
     seconds: float = 0.0
     is_dry_run: bool = False

@@ -11,7 +11,7 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
-from ckpt_tools.core.catalog import Catalog, Stretch, TensorEntry
+from ckpt_tools.core.catalog import Catalog, TensorEntry
 from ckpt_tools.core.checksum import join_crc64
 from ckpt_tools.core.plan import Plan, plan_values
 from ckpt_tools.engine.execute import execute_batches
@@ -20,6 +20,34 @@ from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.transfer.prove import SealedFingerprint, prove_fingerprints
+
+
+class Stretch(NamedTuple):
+    """Elements that follow each other in a tensor, and also in a stored tensor.
+
+    Attributes:
+        stored: name of the stored tensor.
+        start: of the elements in the row-major order of the stored tensor.
+        at: of the elements in the row-major order of the tensor.
+        number: of elements; 0 for elements that do not follow each other, and for those beside
+            computed ones. They prove nothing.
+    """
+
+    stored: str
+    start: int
+    at: int
+    number: int
+
+
+def stretches_of(entry: TensorEntry) -> list[Stretch]:
+    """Returns the parts of stored tensors that a tensor was made of, in order."""
+    found = [
+        Stretch(relation.left.name, relation.left.offset, relation.right.offset, relation.numel)
+        if relation.is_stretch and not entry.is_computed
+        else Stretch(relation.left.name, 0, relation.right.offset, 0)
+        for relation in entry.relations
+    ]
+    return sorted(found, key=lambda stretch: stretch.at)
 
 
 class StretchProofs(NamedTuple):
@@ -59,7 +87,8 @@ def stretch_proofs(
     taken: dict[str, list[tuple[Stretch, str]]] = {}  # by stored tensor: of which results
     joined: dict[str, Sequence[str]] = {}
     stored, sealed = source.catalog.tensors, dict[str, SealedFingerprint]()
-    results = [t for t in plan.tensors if not t.is_object and catalog.tensors[t.fqn].stretches]
+    results = [t for t in plan.tensors if not t.is_object and catalog.tensors[t.fqn].relations]
+    stretches = {t.fqn: stretches_of(catalog.tensors[t.fqn]) for t in results}
     if results and manifest is not None:
         sealed = {
             fqn: SealedFingerprint(fqn, int(tensor.fingerprint, 16))
@@ -68,20 +97,19 @@ def stretch_proofs(
         }
     nbytes = {fqn: stored[fqn].nbytes for fqn in sealed}
     for tensor in results:
-        entry = catalog.tensors[tensor.fqn]
         is_same = tensor.src_dtype is tensor.dst_dtype and tensor.fqn not in altered
-        for stretch in entry.stretches:
+        for stretch in stretches[tensor.fqn]:
             if stretch.stored in sealed:
                 found = stretch if is_same else Stretch(stretch.stored, 0, 0, 0)
                 taken.setdefault(stretch.stored, []).append((found, tensor.fqn))
-        parts = [s.stored for s in entry.stretches if _is_all(s, stored)]
-        if is_same and len(parts) == len(entry.stretches) and sealed.keys() >= set(parts):
+        parts = [s.stored for s in stretches[tensor.fqn] if _is_all(s, stored)]
+        if is_same and len(parts) == len(stretches[tensor.fqn]) and sealed.keys() >= set(parts):
             joined[tensor.fqn] = parts
     proved = {fqn for fqn, found in taken.items() if all(name in joined for _, name in found)}
     cut = {
         fqn: [(name, s.number * stored[fqn].dtype.itemsize) for s, name in sorted(found)]
         for fqn, found in taken.items()
-        if fqn not in proved and _tile(found, catalog, math.prod(stored[fqn].shape))
+        if fqn not in proved and _tile(found, stretches, math.prod(stored[fqn].shape))
     }
     apart = [fqn for fqn in taken if fqn not in proved and fqn not in cut]
     return StretchProofs(sealed, nbytes, cut, joined, apart)
@@ -93,11 +121,13 @@ def _is_all(stretch: Stretch, stored: Mapping[str, TensorEntry]) -> bool:
     return held is not None and not stretch.start and stretch.number == math.prod(held.shape)
 
 
-def _tile(found: Sequence[tuple[Stretch, str]], catalog: Catalog, numel: int) -> bool:
+def _tile(
+    found: Sequence[tuple[Stretch, str]], stretches: Mapping[str, Sequence[Stretch]], numel: int
+) -> bool:
     """Tells whether results are one stretch of a tensor each, and together all of it."""
     end = 0
     for stretch, name in sorted(found):
-        if stretch.start != end or not stretch.number or len(catalog.tensors[name].stretches) != 1:
+        if stretch.start != end or not stretch.number or len(stretches[name]) != 1:
             return False
         end += stretch.number
     return end == numel

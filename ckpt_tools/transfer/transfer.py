@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 from ckpt_tools.core.catalog import Catalog, Extent, Payloads
@@ -26,6 +26,7 @@ from ckpt_tools.engine.schedule import (
     Batch,
     Share,
     by_files,
+    is_cut_in_order,
     read_nbytes,
     schedule,
     tile_bytes,
@@ -38,6 +39,7 @@ from ckpt_tools.publish.base import Attempt, Destination
 from ckpt_tools.publish.find_manifest import manifest_of
 from ckpt_tools.publish.manifest import (
     NUM_LOST,
+    PROOF,
     ROOM_BYTES,
     Manifest,
     SealedFile,
@@ -56,6 +58,7 @@ from ckpt_tools.storage.retries import read_again_if_wrong
 from ckpt_tools.transfer.aliases import join_aliases
 from ckpt_tools.transfer.distribute import RankWork, collect, stage_together
 from ckpt_tools.transfer.exchange import in_rounds
+from ckpt_tools.transfer.inverse import Inverse, InverseProof, inverse_of, prove_inverse
 from ckpt_tools.transfer.options import Options, no_bar
 from ckpt_tools.transfer.prove import (
     SealedFingerprint,
@@ -89,6 +92,7 @@ class TransferRequest:
         about: more facts on the source, for the manifest.
         in_place: the result replaces its own source.
         is_damaged: the source is known to be damaged, and the catalog has the rest.
+        proves_inverse: make the source again of what was written, before anything is published.
         may_assume: in a remote store, read payloads from their usual positions, and check the
             positions afterwards.
     """
@@ -108,6 +112,7 @@ class TransferRequest:
     about: Mapping[str, Any] = field(default_factory=dict)
     in_place: bool = False
     is_damaged: bool = False
+    proves_inverse: bool = False
     may_assume: bool = True
 
 
@@ -145,6 +150,7 @@ class Transfer:
         self.is_dry_run = options.get("dry_run", False)
         self.totals, self.notes = Totals(), list[str]()
         self.sink: WriteSink | None = None
+        self.proof: InverseProof | None = None
         self._advance: Callable[[int], None]
 
     def run(self) -> TransferResult | None:
@@ -256,14 +262,32 @@ class Transfer:
             self.stretches = stretch_proofs(
                 self.sealed, self.source, self.request.catalog, self.plan, self.request.alter
             )
-            apart = self.stretches.apart[self.group.rank :: self.group.size]
+            self.inverse = self._plan_inverse()
+            proved = self.inverse.stored if self.inverse is not None else {}
+            every = [fqn for fqn in self.stretches.apart if fqn not in proved]
+            apart = every[self.group.rank :: self.group.size]
             prove_apart(self.source, self.stretches, apart, self.jobs, self.tiles)
             self.totals.read_nbytes += sum(self.stretches.nbytes[fqn] for fqn in apart)
-            if number := len(self.stretches.apart):
+            if number := len(every):
                 self.notes.append(
                     f"{number:,} tensors were read twice to compare their fingerprints: the result"
                     " does not have all of their elements, unchanged and in order"
                 )
+
+    def _plan_inverse(self) -> Inverse | None:
+        """Returns how the source is made again of the result; None if it will not be."""
+        request = self.request
+        if not request.proves_inverse:
+            return None
+        if self.target.index is None and is_url(self.dst.url):
+            self.notes.append(
+                "not proved by the inverse: a file in an object store cannot be read before it"
+                " appears"
+            )
+            return None
+        return inverse_of(
+            self.source, request.catalog, self.plan, request.layout.aliases, request.alter
+        )
 
     def _note_what_the_source_lacks(self, sealed: Manifest | None) -> None:
         if sealed is not None and sealed.salvage_note:
@@ -330,7 +354,9 @@ class Transfer:
             self.resume.forget_journal(attempt)  # it knows nothing of what the store copies
         plan = self.server_copy.rest if self.server_copy else self.work.plan
         batches = finished.without(
-            batches_for(plan, self.located, self.tiles, attempt.writable, self.work.share),
+            batches_for(
+                plan, self.located, self.tiles, attempt.writable, self.work.share, self.jobs
+            ),
             self.advance,
         )
         store = self.source.store
@@ -413,9 +439,41 @@ class Transfer:
                 prove_stretches(self.source, self.stretches, self.fingerprints)
         if self.request.prove is not None:
             self.request.prove(self.group)
+        if self.inverse is not None:
+            self._prove_inverse(attempt, self.inverse)
         if self.request.in_place:
             self._refuse_overflow()
         return True
+
+    def _prove_inverse(self, attempt: Attempt, inverse: Inverse) -> None:
+        """Makes the source again of the files that were written."""
+        sealed = self.sealed.tensors if self.sealed else {}
+        copied = self.server_copy.fingerprints.keys() if self.server_copy else ()
+        with self.group.phase("plan the inverse"):
+            inverse = inverse.without(copied)
+            known = {w.entry.fqn for w in inverse.ways} & sealed.keys()
+        with self.resume.forgotten_if_wrong(attempt):
+            self.proof = prove_inverse(
+                inverse,
+                self.source,
+                attempt.files(),
+                {name: int(sealed[name].fingerprint, 16) for name in known},
+                self.fingerprints if self.group.rank == 0 else {},
+                self.group,
+                self.jobs,
+                self.tiles,
+            )
+        self.totals.read_nbytes += self.proof.read_nbytes
+        if copied:
+            self.notes.append(
+                f"not read again for the proof: {len(copied):,} tensors, copied by the store itself"
+            )
+        if lacking := self.proof.lacking:
+            some = ", ".join(map(printable, lacking[:_SHOWN])) + " …" * (len(lacking) > _SHOWN)
+            self.notes.append(
+                f"not proved by the inverse: {some} ({len(lacking):,}, which are cast, computed or"
+                " not whole in the result)"
+            )
 
     def _refuse_overflow(self) -> None:
         """Refuses to replace finite values by infinity, since the source is lost with it.
@@ -479,7 +537,7 @@ class Transfer:
         self, files: Mapping[str, SealedFile], tensors: Mapping[str, SealedTensor]
     ) -> Manifest:
         source, index = self.source, self.target.index
-        about = {
+        about: dict[str, Any] = {
             "name": redacted(source.name),
             "format": source.catalog.format,
             "world_size": source.catalog.world_size,
@@ -489,6 +547,8 @@ class Transfer:
         earlier = self.sealed.num_lost if self.sealed else 0
         if num_lost := self.request.about.get(NUM_LOST, 0) + earlier:
             about[NUM_LOST] = num_lost
+        if self.proof is not None:
+            about[PROOF] = self.proof.about
         if self.resume.work:
             about["work"] = self.resume.work
         sealed = SealedFile(len(index.data), hex64(crc64nvme(index.data))) if index else None
@@ -540,6 +600,8 @@ class Transfer:
         return replace(
             result,
             num_tensors=result.num_tensors + len(self.request.layout.aliases),
+            proved_nbytes=self.proof.nbytes if self.proof else 0,
+            num_proved=self.proof.num_tensors if self.proof else 0,
             left_out=self.request.left_out,
             stripped=self.request.stripped,
             notes=tuple(self.notes),
@@ -559,10 +621,25 @@ def batches_for(
     tiles: tuple[int, int],
     store: WritableStore,
     share: Share = ALL,
+    jobs: int = 1,
 ) -> Iterator[Batch]:
-    """Schedules a plan. A store that takes streams gets a few files at a time."""
-    plans = [plan] if store.capabilities.can_write_anywhere else by_files(plan, _STREAMS)
-    return chain.from_iterable(schedule(part, located, *tiles, share) for part in plans)
+    """Schedules a plan.
+
+    A store that takes streams gets a few files at a time. On a disk each of `jobs` threads has
+    files of its own, since a file system lets one thread write to a file at a time.
+    """
+    if not store.capabilities.can_write_anywhere:
+        plans = by_files(plan, _STREAMS)
+        return chain.from_iterable(schedule(part, located, *tiles, share) for part in plans)
+    if jobs == 1 or share != ALL or not is_cut_in_order(plan):
+        return schedule(plan, located, *tiles, share)
+    plans = by_files(plan, -(-len(plan.target.file_sizes) // jobs))
+    return _in_turn([schedule(part, located, *tiles) for part in plans])
+
+
+def _in_turn(schedules: Sequence[Iterator[Batch]]) -> Iterator[Batch]:
+    """Yields a batch of each schedule, and begins again."""
+    return (batch for found in zip_longest(*schedules) for batch in found if batch is not None)
 
 
 def check_apart(src: str, dst: str) -> None:

@@ -74,6 +74,8 @@ def main() -> None:
     ckpt = [sys.executable, "-m", "ckpt_tools.cli.app", "convert", "--quiet", "--base", base]
     commands: dict[str, list[str | Path]] = {
         "to the Hub's names": [*ckpt, step, out, "--to", "hf"],
+        "the same without proof": [*ckpt, step, out, "--to", "hf", "--no-prove"],
+        "cat of the result": ["sh", "-c", f"cat {hub}/*.safetensors > /dev/null"],
         "back to those of memory": [
             *ckpt,
             hub,
@@ -84,6 +86,18 @@ def main() -> None:
             str(args.ranks),
             "--names",
             "transformers",
+        ],
+        "the same without its proof": [
+            *ckpt,
+            hub,
+            back,
+            "--to",
+            "dcp",
+            "--ranks",
+            str(args.ranks),
+            "--names",
+            "transformers",
+            "--no-prove",
         ],
         "cp and fsync": ["sh", "-c", f"cp -r {step} {args.dir / 'cp'} && sync {args.dir}/cp/*"],
     }

@@ -76,6 +76,7 @@ FLAGS = {
     "--higher-is-better",
     "--open",
     "--no-values",
+    "--no-prove",
     "--full",
     "--follow",
 }

@@ -13,10 +13,9 @@ from ckpt_tools.core.box import Box, row_major_strides
 from ckpt_tools.core.catalog import Catalog, Chunk, ChunkList, Extent, TensorEntry
 from ckpt_tools.core.coverage import check
 from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.grid import GridPlace, Relation, same_elements
 from ckpt_tools.core.relations import (
-    GridPlace,
     JoinedMemory,
-    Relation,
     StridedView,
     assemble,
     check_used_once,
@@ -178,6 +177,57 @@ def test_random_compositions_and_their_inverses(first: int) -> None:
             entry = assemble(name, array.shape, mine, written)
             check(Catalog("test", {name: entry}, file_sizes={"f": len(other)}), shares=True)
             assert np.array_equal(values(entry, bytes(other)), array), seed
+
+
+def places(sizes: Sequence[int], place: GridPlace) -> np.ndarray:
+    """Returns the elements of a grid, by their numbers in row-major order of the tensor."""
+    found = np.full(tuple(sizes), place.offset)
+    for axis, (size, stride) in enumerate(zip(sizes, place.strides, strict=True)):
+        shape = [1] * len(sizes)
+        shape[axis] = size
+        found = found + (np.arange(size) * stride).reshape(shape)
+    return found.ravel()
+
+
+@pytest.mark.parametrize("first", range(0, 300, 100))
+def test_relations_with_stored_tensors_follow_from_several_steps(first: int) -> None:
+    """Each step takes the tensors that the step before has made."""
+    for seed in range(first, first + 100):
+        rng, file = random.Random(seed), bytearray()
+        shapes = [
+            tuple(rng.choice([1, 2, 3, 4, 8]) for _ in range(rng.randrange(1, 4)))
+            for _ in range(rng.randrange(1, 4))
+        ]
+        sources = {f"s{n}": Numpy().source("", s, 10_000 * n) for n, s in enumerate(shapes)}
+        entries = {name: stored(name, a, rng, file) for name, a in sources.items()}
+        arrays = dict(sources)
+        for step in range(rng.randrange(1, 4)):
+            numpy = Numpy()
+            for name, array in arrays.items():
+                numpy.memory[name] = np.ascontiguousarray(array)
+            targets = random_targets(numpy, [numpy.memory[name] for name in arrays], rng)
+            related = {
+                f"{step}.{n}": relations_of(f"{step}.{n}", numpy.view(array), numpy.joined)
+                for n, array in enumerate(targets)
+            }
+            arrays = dict(zip(related, targets, strict=True))
+            entries = {
+                name: assemble(name, arrays[name].shape, found, entries)
+                for name, found in related.items()
+            }
+        used = dict.fromkeys(sources, 0)
+        for name, entry in entries.items():
+            assert np.array_equal(values(entry, bytes(file)), arrays[name]), seed
+            got = np.full(arrays[name].size, -1)
+            whole = same_elements(entry.stored_name, name, entry.shape)
+            for relation in entry.relations or (whole,):
+                origin = sources[relation.left.name].ravel()
+                used[relation.left.name] += relation.numel
+                right = places(relation.sizes, relation.right)
+                assert (got[right] == -1).all(), seed  # no element has two origins
+                got[right] = origin[places(relation.sizes, relation.left)]
+            assert np.array_equal(got, arrays[name].ravel()), seed
+        assert used == {name: array.size for name, array in sources.items()}, seed
 
 
 def grid(sizes: tuple[int, ...], left: tuple[int, ...], right: tuple[int, ...]) -> Relation:

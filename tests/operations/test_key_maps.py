@@ -497,9 +497,12 @@ def test_scalars_are_not_stacked_and_one_part_is_no_set(tmp_path: Path) -> None:
             )
 
 
+@pytest.mark.parametrize("prove", [True, False])
 @pytest.mark.parametrize("part", ["wq", "wv"])
-def test_a_flipped_bit_in_reordered_rows_is_found(part: str, tmp_path: Path) -> None:
-    """No result has them in order, so the tensor is read once more; also if one result has them."""
+def test_a_flipped_bit_in_reordered_rows_is_found(part: str, prove: bool, tmp_path: Path) -> None:
+    """No result has them in order, so without the proof by the inverse the tensor is read once more;
+    also if one result has them.
+    """
     torch.manual_seed(0)
     tensors = {"l.wq": torch.randn(8, 4), "l.wv": torch.randn(8, 4)}
     ckpt_tools.convert(job(tmp_path / "j.pt", tensors, {}, []), tmp_path / "s", to="dcp")
@@ -508,17 +511,20 @@ def test_a_flipped_bit_in_reordered_rows_is_found(part: str, tmp_path: Path) -> 
         rope=[{"match": "l\\.wq", "heads": 2, "to": "halves"}],
         fuse=[{"match": "l\\.wq", "from": ["l.wq", "l.wv"], "into": "l.both"}],
     )
-    result = ckpt_tools.convert(tmp_path / "s", tmp_path / "good", to="dcp", key_map=rules)
-    assert any("2 tensors were read twice" in note for note in result.notes)
+    how = {"to": "dcp", "key_map": rules, "prove": prove}
+    result = ckpt_tools.convert(tmp_path / "s", tmp_path / "good", **how)
+    assert any("2 tensors were read twice" in note for note in result.notes) != prove
     shutil.copytree(tmp_path / "s", tmp_path / "stock", ignore=shutil.ignore_patterns("ckpt.*"))
-    once = ckpt_tools.convert(tmp_path / "stock", tmp_path / "once", to="dcp", key_map=rules)
-    assert result.read_nbytes == once.read_nbytes + 2 * 8 * 4 * 4
+    once = ckpt_tools.convert(tmp_path / "stock", tmp_path / "once", **how)
+    # the proof needs their fingerprints, and only the seal has them
+    twice = (once, result) if prove else (result, once)
+    assert twice[0].read_nbytes == twice[1].read_nbytes + 2 * 8 * 4 * 4
     (file,) = (tmp_path / "s").glob("*.distcp")
     data = bytearray(file.read_bytes())
     data[data.index(tensors[f"l.{part}"].numpy().tobytes()) + 70] ^= 4
     file.write_bytes(data)
-    with pytest.raises(IntegrityError, match=f"l.{part}"):
-        ckpt_tools.convert(tmp_path / "s", tmp_path / "bad", to="dcp", key_map=rules)
+    with pytest.raises(IntegrityError, match=f"l\\.{part}|CRC-32"):
+        ckpt_tools.convert(tmp_path / "s", tmp_path / "bad", **how)
     assert not (tmp_path / "bad").exists()
 
 

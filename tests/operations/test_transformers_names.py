@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt_tools
 from ckpt_tools import IntegrityError, PlanError
-from ckpt_tools.core.relations import GridPlace, Relation
+from ckpt_tools.core.grid import GridPlace, Relation
 from ckpt_tools.formats.registry import open_source
 from ckpt_tools.operations.convert.take_apart import take_apart
 from ckpt_tools.operations.convert.transformers_names import HUB, MEMORY, ModelNames, rename_as

@@ -217,6 +217,7 @@ def prepare(
         changes=changes,
         prove=partial(_prove, numbers, quantization, read, below),
         about=about,
+        proves_inverse=operation == "convert" and how.get("prove", True),
     )
     return Prepared(wanted, parts, quantization)
 

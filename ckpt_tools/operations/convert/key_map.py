@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from ckpt_tools.core.box import row_major_strides
-from ckpt_tools.core.relations import GridPlace, Relation
+from ckpt_tools.core.grid import GridPlace, Relation
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.operations.convert.map_file import KeyMap

@@ -210,6 +210,8 @@ class Conversion(Options, total=False):
             and scales. `keep_dtype` names those that do not.
         max_shard_bytes: for `hf`, upper bound of a shard's payload, 5 GB if absent.
         check: for `hf`: load the result with transformers in a separate process, and compare.
+        prove: before anything is published, make the source again of what was written, by the
+            inverse of each relation, and compare the fingerprints. True if absent.
     """
 
     ranks: int | None
@@ -231,3 +233,4 @@ class Conversion(Options, total=False):
     quantize: str | None
     max_shard_bytes: int | None
     check: bool
+    prove: bool

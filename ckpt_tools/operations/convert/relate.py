@@ -12,7 +12,8 @@ from typing import Any
 
 from ckpt_tools.core.box import BoxIndex
 from ckpt_tools.core.catalog import ChunkList, TensorEntry
-from ckpt_tools.core.relations import Relation, assemble, is_whole
+from ckpt_tools.core.grid import Relation
+from ckpt_tools.core.relations import assemble, is_whole
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.operations.convert.training_state import OptimizerState, TrainingState

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_tools.core.grid import Relation
 from ckpt_tools.core.relations import (
     JoinedMemory,
-    Relation,
     StridedView,
     check_used_once,
     is_whole,
