@@ -166,7 +166,7 @@ def prove_inverse(
         tiles: see `tile_bytes`.
 
     Raises:
-        IntegrityError: what was written does not give the source back.
+        IntegrityError: the written files do not give the source back.
         PlanError: an element of the source was used twice, and another not at all.
     """
     numbers = range(group.rank, len(inverse.ways), group.size)
@@ -233,7 +233,7 @@ def _compare(source: Source, way: WayBack, expected: int, got: int) -> None:
     if got != expected:
         names = ", ".join(dict.fromkeys(relation.left.name for relation in way.relations[:3]))
         raise IntegrityError(
-            "what was written does not give the source back: expected CRC-64"
+            "the written files do not give the source back: expected CRC-64"
             f" {hex64(expected)}, got {hex64(got)} ({printable(way.entry.fqn)!r} in"
             f" {printable(source.path)}, from {printable(names)})",
             hint="nothing was published; ckpt verify tells whether the source is damaged; else look"
