@@ -24,6 +24,12 @@ _MODEL_BYTES, _MODEL_S = 4 << 30, 300  # for a model without weights, and the im
 TIMED_OUT = -9  # the status of a process that was ended
 _BYTES_PER_S = 10_000_000  # the slowest disk that a model is loaded from
 
+# imports make many objects and no garbage: without its collector, they take a fifth less time
+_NO_GC = """
+import gc
+gc.disable()
+"""
+
 FIND_CLASS = '''
 def find_class(names):
     """Returns the transformers class that a config names. Refuses a class with its own code."""
@@ -81,7 +87,7 @@ def ask(code: str, question: Mapping[str, Any]) -> tuple[Any, str]:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(question, file)
         file.flush()
-        done = run_python(code, file.name)
+        done = run_python(_NO_GC + code, file.name)
     if done.returncode == TIMED_OUT:
         raise PlanError(
             f"transformers did not end: {last_line(done)}",
