@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -348,7 +348,7 @@ class Rows(Formula):
         lines = found["codes"].reshape(-1, *found["codes"].shape[len(self.shape[:-1]) :])
         data = lines[own].reshape(len(rows), -1)
         at = slice(columns.start * self.code.bits // 8, None)
-        self.code.decode(data[:, at], into)
+        self.decode(found, data[:, at], into)
         for role, grid in (("zeros", self.zeros), ("scales", self.scales)):
             if grid is None:
                 continue
@@ -370,6 +370,40 @@ class Rows(Formula):
                 into *= numbers
         if self.after != 1.0:
             into *= np.float32(self.after)
+
+    def decode(self, found: Found, data: Bytes, into: Singles) -> None:
+        """Fills `[n, columns]` with the numbers of codes, which are yet to be scaled."""
+        del found
+        self.code.decode(data, into)
+
+
+@dataclass(frozen=True)
+class TableRows(Rows):
+    """Codes in rows whose numbers are those of a stored table, times the scale of their block.
+
+    Roles: those of `Rows`, and `table`, with 256 or 16 numbers. Of two codes in a byte, that in the
+    higher bits comes first.
+    """
+
+    table: Part = field(kw_only=True)
+
+    @cached_property
+    def parts(self) -> Mapping[str, Part]:  # type: ignore[override]
+        """Returns the stored tensors, by role."""
+        return {"codes": self.codes, "scales": self.scales.part, "table": self.table}
+
+    def decode(self, found: Found, data: Bytes, into: Singles) -> None:
+        table = found["table"].reshape(-1)
+        if self.code.bits == 4:
+            into[:] = _pairs(table).take(data).view(np.float32)[:, : into.shape[1]]
+        else:
+            into[:] = table.take(data[:, : into.shape[1]])
+
+
+def _pairs(table: Singles) -> npt.NDArray[np.uint64]:
+    """Returns the two of 16 numbers for each byte; the higher bits have the first one."""
+    pairs = np.stack([np.repeat(table, 16), np.tile(table, 16)], axis=1)
+    return pairs.view(np.uint64).ravel()
 
 
 def _by_columns(words: npt.NDArray[np.uint32], code: Codes, rows: range) -> Singles:
@@ -579,12 +613,12 @@ class Flat(Formula):
             scales = scales * found["nested_scales"].reshape(-1)[number // self.nested_block]
             scales = scales + np.float32(self.offset)
         table, data = found["map"].reshape(-1), found["codes"].reshape(-1)
-        pairs = np.stack([np.repeat(table, 16), np.tile(table, 16)], axis=1).view(np.uint64)
+        pairs = _pairs(table)
         for low in range(0, len(into), _BLOCK_NUMEL):
             high = min(len(into), low + _BLOCK_NUMEL)
             first, last = start + low - unit.start, start + high - unit.start
             codes = data[first // 2 : -(-last // 2)]
-            numbers = pairs.ravel().take(codes, mode="clip").view(np.float32)
+            numbers = pairs.take(codes, mode="clip").view(np.float32)
             numbers = numbers[first % 2 :][: high - low]
             blocks = np.arange(first // self.block, -(-last // self.block))
             wide = np.repeat(scales[blocks], self.block)[first % self.block :][: high - low]

@@ -16,7 +16,7 @@ from ckpt_tools.core.catalog import Catalog, Extent, QuantizedWeight, TensorEntr
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.naming import model_only, strip_wrappers
 from ckpt_tools.core.plan import plan_values
-from ckpt_tools.core.quantized import described, weights_in
+from ckpt_tools.core.quantized import OF_TORCHAO, described, weights_in
 from ckpt_tools.engine.computed import ComputedStore, PartsReading, numbers_file
 from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
 from ckpt_tools.engine.formulas import Formula
@@ -67,7 +67,7 @@ class Dequantized:
             raise PlanError(
                 "numbers of quantized weights are not resumed: what an earlier attempt read of"
                 " their codes cannot be proved any more",
-                hint="leave --resume out; or leave --dtype out, and keep the codes",
+                hint="leave --resume out; or keep the codes, without --dtype and other names",
             )
 
     def kind(self, entry: TensorEntry) -> str:
@@ -101,15 +101,21 @@ class Dequantized:
 
 
 def dequantize(
-    source: Source, is_kept: Callable[[str], bool], key: str | None = None
+    source: Source,
+    is_kept: Callable[[str], bool],
+    key: str | None = None,
+    of_model: bool = True,
+    of_optimizers: bool = False,
 ) -> Dequantized:
-    """Shows the quantized weights of a model as numbers, where their formula is known for sure.
+    """Shows quantized weights as numbers, where their formula is known for sure.
 
     Args:
         source: the checkpoint.
         is_kept: tells by name which tensors stay codes. A tensor has several names: the stored one,
             that within the model, and that without the prefixes of wrappers.
         key: of the model; found if None.
+        of_model: show the weights of the model so.
+        of_optimizers: also show moments of few bits so.
 
     Raises:
         IntegrityError: a tensor on which a formula depends is not what was sealed.
@@ -123,7 +129,11 @@ def dequantize(
         names = (name, model.get(name, name))
         return any(is_kept(found) for n in names for found in (n, strip_wrappers(n)))
 
-    weights = [w for w in weights_in(catalog.tensors.values()) if w.codes in model]
+    weights = [
+        weight
+        for weight in weights_in(catalog.tensors.values())
+        if (of_optimizers if weight.scheme == OF_TORCHAO else of_model and weight.codes in model)
+    ]
     wanted = [w for w in weights if not any(map(stays, w.parts))]
     manifest = checked_manifest(source)
     told = told_by_config(source, manifest)

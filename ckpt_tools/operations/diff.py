@@ -280,7 +280,7 @@ def _entries(catalog: Catalog) -> dict[str, TensorEntry]:
 def _shown(a: Source, b: Source) -> tuple[Dequantized, Dequantized]:
     """Returns both with numbers in the place of the weights that they do not store alike."""
     kinds = [{f: (t.dtype, t.shape) for f, t in s.catalog.tensors.items()} for s in (a, b)]
-    shown = [dequantize(source, matcher(())) for source in (a, b)]
+    shown = [dequantize(source, matcher(()), of_optimizers=True) for source in (a, b)]
     mine, theirs = ({w.codes: s.formulas[name] for name, w in s.weights.items()} for s in shown)
     alike = {
         part
@@ -290,7 +290,8 @@ def _shown(a: Source, b: Source) -> tuple[Dequantized, Dequantized]:
         and mine.get(codes := weight.codes, theirs.get(codes)) == theirs.get(codes, mine.get(codes))
         for part in weight.parts
     }
-    return dequantize(a, alike.__contains__), dequantize(b, alike.__contains__)
+    one, two = (dequantize(s, alike.__contains__, of_optimizers=True) for s in (a, b))
+    return one, two
 
 
 def _by_value(
@@ -309,7 +310,7 @@ def _by_value(
         if weight.codes not in codes
         for part in weight.parts
     }
-    one, two = (dequantize(source, parts.__contains__) for source in (a, b))
+    one, two = (dequantize(s, parts.__contains__, of_optimizers=True) for s in (a, b))
     theirs = two.shown.catalog.tensors
     pairs = [(one.shown.catalog.tensors[n], theirs[n]) for n in one.parts if n in two.parts]
     pairs = [(x, y) for x, y in pairs if x.shape == y.shape]

@@ -7,7 +7,7 @@ Sources: DeepSeek-V3, `inference/kernel.py` (`weight_dequant`) and its config (`
 compressed-tensors 0.20 (`naive-quantized`, `int-quantized`, `pack-quantized`,
 `nvfp4-pack-quantized`, `mxfp4-pack-quantized`); ModelOpt's NVFP4 (`weight_scale_2`); transformers
 5.24, `integrations/mxfp4.py`; bitsandbytes 0.50, `functional.py`; AutoGPTQ's and GPTQModel's
-`checkpoint_format`; AutoAWQ's GEMM layout.
+`checkpoint_format`; AutoAWQ's GEMM layout; torchao 0.18, `optim/subclass_*.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from ckpt_tools.core.box import whole
 from ckpt_tools.core.catalog import QuantizedWeight, TensorEntry
 from ckpt_tools.core.dtypes import BY_NAME
-from ckpt_tools.core.quantized import weights_in
+from ckpt_tools.core.quantized import OF_TORCHAO, weights_in
 from ckpt_tools.engine.formulas import (
     FP4,
     Codes,
@@ -31,6 +31,7 @@ from ckpt_tools.engine.formulas import (
     Grid,
     Part,
     Rows,
+    TableRows,
     Turned,
     Words,
 )
@@ -122,6 +123,8 @@ class FormulaFinder:
             return self._flat(weight, small)
         if scheme == "bitsandbytes 8-bit":
             return self._by_127(weight, small)
+        if scheme == OF_TORCHAO:
+            return self._moment(weight)
         raise _Unsure("no formula is known for this scheme")
 
     def _part(self, name: str, is_raw: bool = False, dtype: str = "") -> Part:
@@ -214,6 +217,26 @@ class FormulaFinder:
         grid = _grid(self._part(scales.fqn), codes.shape, (1, codes.shape[1]))
         code = Codes(8, kind="int8")
         return Rows(codes.shape, code, self._part(weight.codes, True), grid, after=_PER_SCB)
+
+    def _moment(self, weight: QuantizedWeight) -> Formula:
+        """Returns the formula of a moment of torchao, as a save of this tool has it."""
+        codes, scales = self._stored[weight.codes], self._stored[weight.parts[1]]
+        name = weight.codes.removesuffix("codes") + "qmap"
+        numbers = whole(self._stored[name].shape).numel if name in self._stored else 0
+        kind = {("uint8", 256): 8, ("uint8", 16): 4, ("float8_e4m3fn", 0): 8}
+        bits = kind.get((codes.dtype.name, numbers), 0)
+        shape = (*codes.shape[:-1], codes.shape[-1] * 8 // bits) if bits and codes.shape else ()
+        groups = scales.shape[-1] if scales.shape else 0
+        fits = shape and groups and scales.shape[:-1] == shape[:-1] and shape[-1] % groups == 0
+        if not fits or scales.dtype.name not in _SCALES:
+            raise _Unsure("shapes and types are not those of a moment of torchao")
+        self._refuse_others(weight, weight.parts)
+        blocks = (*(1,) * (len(shape) - 1), shape[-1] // groups)
+        grid = Grid(self._part(scales.fqn), scales.shape, blocks)
+        part = self._part(weight.codes, is_raw=True)
+        if not numbers:
+            return Rows(shape, Codes(8, kind=codes.dtype.name), part, grid)
+        return TableRows(shape, Codes(bits), part, grid, table=self._part(name))
 
     # ---- packed codes in rows --------------------------------------------------------------------
 
@@ -414,6 +437,8 @@ class FormulaFinder:
 
 def numbers_name(weight: QuantizedWeight) -> str:
     """Returns the name that the numbers of a weight have."""
+    if weight.scheme == OF_TORCHAO:
+        return weight.codes.removesuffix(".codes")
     if weight.scheme in ("GPTQ", "AWQ"):
         return weight.codes.removesuffix("qweight") + "weight"
     if weight.scheme == "compressed-tensors, packed":

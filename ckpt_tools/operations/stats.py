@@ -100,7 +100,7 @@ def stats(
     with group.phase("open it"):
         source = open_source(src, options.get("storage_options"), lay_beside(options.get("shapes")))
         check_needed(options.get("shapes"), source.catalog)
-        numbers = dequantize(source, matcher(()))
+        numbers = dequantize(source, matcher(()), of_optimizers=True)
         catalog = _chosen(numbers.shown.catalog, select, exclude)
         known = {} if histogram or read_all else sealed_statistics(source)
         sealed = {f: s for f, s in known.items() if f not in numbers.parts}

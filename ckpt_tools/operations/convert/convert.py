@@ -174,8 +174,16 @@ def prepare(
     if how.get("names") == TORCHTITAN and to == "dcp" and not is_model:
         how = {**how, "optimizer": how.get("optimizer") or "flat"}  # as torchtitan names it
     numbers = Dequantized(source, source)
-    if how.get("dtype") is not None:
-        numbers = dequantize(source, matcher(how.get("keep_dtype", ())))
+    changes_moments = not is_model and (
+        TARGETS[to].is_local or any(how.get(key) for key in ("optimizer", "key_map", "names"))
+    )
+    if how.get("dtype") is not None or changes_moments:
+        numbers = dequantize(
+            source,
+            matcher(how.get("keep_dtype", ())),
+            of_model=how.get("dtype") is not None,
+            of_optimizers=changes_moments,
+        )
         numbers.refuse_resume(how.get("resume", False))
     source = numbers.shown
     taken = _taken_apart(source, to, how, bool(is_model), is_unordered)
@@ -268,8 +276,8 @@ def _taken_apart(
     moments = [w for w in weights_in(source.catalog.tensors.values()) if w.scheme == OF_TORCHAO]
     if names_anew and moments:
         raise PlanError(
-            f"moments of few bits are not named anew: {printable(moments[0].codes)!r}"
-            f" ({len(moments)} of {OF_TORCHAO})",
+            "moments of few bits that stay codes are not named anew:"
+            f" {printable(moments[0].codes)!r} ({len(moments)} of {OF_TORCHAO})",
             hint="leave --optimizer out to copy them as they are; CheckpointManager.resume and"
             " ckpt_tools.load take them; or --model-only",
         )
