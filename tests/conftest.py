@@ -8,6 +8,7 @@ import fcntl
 import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from tests.servers.servers import Server
 # a shell's background ignores it, and so would the processes of these tests
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("COLUMNS", None)  # the runner's width is not that of a pipe
+if "PYTEST_XDIST_WORKER" not in os.environ:  # all workers of this session share one
+    _answers = tempfile.TemporaryDirectory(prefix="ckpt-answers-")
+    os.environ["CKPT_CACHE"] = _answers.name
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 HERE = Path(__file__).parent

@@ -48,6 +48,7 @@ def assemble(
     relations: Sequence[Relation],
     entries: Mapping[str, TensorEntry],
     indexes: dict[int, BoxIndex] | None = None,
+    most: int = _MAX_PIECES,
 ) -> TensorEntry:
     """Returns a tensor that consists of elements of other tensors.
 
@@ -59,6 +60,7 @@ def assemble(
         indexes: of the chunks of sources, by their identity, since two optimizers may give a moment
             the same name. Pass one dict for many results of the same sources, and each is sorted
             once. The sources must live as long as the dict.
+        most: pieces of which the result may consist.
 
     Raises:
         PlanError: the sources differ in type, have other shapes, or are cut into too many pieces.
@@ -80,9 +82,9 @@ def assemble(
             index = indexes[id(entry)] = BoxIndex([chunk.box for chunk in entry.chunks])
         for sizes, source, target in _aligned(relation, entry.shape, shape):
             chunks += _pieces(entry, index, sizes, source, target)
-            if len(chunks) > _MAX_PIECES:
+            if len(chunks) > most:
                 raise PlanError(
-                    f"more than {_MAX_PIECES:,} pieces of {printable(entry.fqn)!r} would become"
+                    f"more than {most:,} pieces of {printable(entry.fqn)!r} would become"
                     f" {printable(fqn)!r}"
                 )
     made = replace(
@@ -102,19 +104,18 @@ def _from_stored(
 
     A tensor that is computed while it is read has none.
     """
-    joined = {
-        name: JoinedMemory(
-            entry.shape, [part for own in entry.relations for part in _boxes(own, entry.shape)]
-        )
-        for name, entry in entries.items()
-        if entry.relations and not _is_part(entry)
-    }
+    made: dict[str, list[tuple[tuple[int, ...], StridedView]]] = {}  # of stored tensors
     for relation in relations:
         entry = entries[relation.left.name]
         if entry.is_computed or not relation.numel:
             continue
-        if relation.left.name in joined:
-            yield from _of_memory(relation, joined)
+        if entry.relations and not _is_part(entry):
+            parts = made.get(entry.fqn)
+            if parts is None:
+                parts = [part for own in entry.relations for part in _boxes(own, entry.shape)]
+                made[entry.fqn] = parts
+            for offsets, part in parts:
+                yield from _through(relation, entry.shape, Box(offsets, part.sizes), part)
             continue
         name, start = entry.stored_name, 0
         if entry.relations:  # a part of a part
@@ -392,12 +393,7 @@ def relations_of(
     """
     place = GridPlace(name, 0, row_major_strides(view.sizes))
     first = Relation(view.sizes, GridPlace(view.memory, view.offset, view.strides), place)
-    return _of_memory(first, joined)
-
-
-def _of_memory(first: Relation, joined: Mapping[str, JoinedMemory]) -> list[Relation]:
-    """Returns which elements of which tensors a relation takes, through memory on its left."""
-    name, pending, found = first.right.name, [first], list[Relation]()
+    pending, found = [first], list[Relation]()
     while pending:
         relation = pending.pop()
         memory = joined.get(relation.left.name)

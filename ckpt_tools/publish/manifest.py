@@ -122,12 +122,12 @@ class Manifest:
         counts = [told.get(key) for key in ("num_tensors", "num_relations")]
         if not all(type(count) is int for count in counts):
             return ""
-        lacking = told.get("lacking")
-        rest = f"; not proved: {len(lacking):,}" if isinstance(lacking, list) and lacking else ""
-        return (
-            f"the inverse gave {counts[0]:,} tensors of the source back, {counts[1]:,} relations"
-            f" among them{rest}"
-        )
+        changed, in_part = told.get("num_changed"), told.get("in_part")
+        is_told = type(changed) is int and changed
+        rest = f"; {changed:,} tensors are cast or computed" if is_told else ""
+        if isinstance(in_part, list) and in_part:
+            rest += f"; of {len(in_part):,} there is a part"
+        return f"the inverse gave {counts[0]:,} tensors of the source back{rest}"
 
     @property
     def delta_files(self) -> Mapping[str, tuple[int, str]]:

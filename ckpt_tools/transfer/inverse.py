@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ckpt_tools.core.box import BoxIndex
+from ckpt_tools.core.box import BoxIndex, row_major_strides
 from ckpt_tools.core.catalog import Catalog, Chunk, ChunkList, Extent, TensorEntry
 from ckpt_tools.core.checksum import hex64
 from ckpt_tools.core.coverage import cover_error
@@ -28,6 +28,7 @@ from ckpt_tools.ranks.base import Group
 from ckpt_tools.storage import Store
 
 _MOST_NOTED = 100_000  # relations in a manifest
+_MOST_PIECES = 1 << 16  # of one tensor
 
 
 class WayBack(NamedTuple):
@@ -39,18 +40,21 @@ class WayBack(NamedTuple):
 
 
 class Inverse(NamedTuple):
-    """How the stored tensors of a source are made again of a result.
+    """How the stored tensors of a source are made again of a result. Empty tensors are left out.
 
     Attributes:
         ways: a tensor may have several, if the result has it twice.
         written: the tensors of the result as they lie in its files.
-        lacking: stored tensors of which the result has some elements, and not all of them as they
-            were.
+        stored_as: the name under which a tensor of the result is written, if it has several.
+        changed: tensors of the result with other values than those stored: cast or computed ones.
+        in_part: stored tensors of which the result has some elements.
     """
 
     ways: Sequence[WayBack]
     written: Mapping[str, TensorEntry]
-    lacking: Sequence[str]
+    stored_as: Mapping[str, str]
+    changed: Sequence[str]
+    in_part: Sequence[str]
 
     @property
     def stored(self) -> dict[str, TensorEntry]:
@@ -86,32 +90,33 @@ def inverse_of(
     planned = {tensor.fqn: tensor for tensor in plan.tensors if not tensor.is_object}
     stored, written = source.catalog.tensors, dict[str, TensorEntry]()
     ways, parts = list[WayBack](), dict[str, list[Relation]]()
+    changed, renamed = list[str](), set[str]()
     for fqn in (*planned, *aliases):
         entry, tensor = catalog.tensors[fqn], planned[aliases.get(fqn, fqn)]
-        found = entry.relations or (same_elements(entry.stored_name, fqn, entry.shape),)
-        found = tuple(r for r in found if r.left.name in stored)
-        for name in dict.fromkeys(relation.left.name for relation in found):
-            parts.setdefault(name, [])
-        is_same = tensor.src_dtype is tensor.dst_dtype and fqn not in altered
-        if not found or entry.is_computed or not is_same:
+        if not math.prod(entry.shape):
             continue
+        if entry.is_computed or tensor.src_dtype is not tensor.dst_dtype or fqn in altered:
+            changed.append(fqn)
+            continue
+        found = entry.relations or (same_elements(entry.stored_name, fqn, entry.shape),)
         written[fqn] = _written(fqn, tensor)
         for relation in found:
+            held = stored.get(relation.left.name)
+            if held is None:  # a value that the conversion has made, such as a step
+                continue
             back = Relation(relation.sizes, relation.right._replace(name=fqn), relation.left)
-            held = stored[relation.left.name]
             if is_whole(relation, entry.shape, held.shape):
                 ways.append(WayBack(held, [back], is_renaming=True))
+                renamed.add(held.fqn)
             else:
-                parts[held.fqn].append(back)
-    lacking = []
-    renamed = {way.entry.fqn for way in ways}
+                parts.setdefault(held.fqn, []).append(back)
+    in_part = []
     for name, relations in parts.items():
-        held = stored[name]
-        if relations and sum(relation.numel for relation in relations) == math.prod(held.shape):
-            ways.append(WayBack(held, relations, is_renaming=False))
-        elif held.nbytes and (relations or name not in renamed):
-            lacking.append(name)
-    return Inverse(ways, written, lacking)
+        if sum(relation.numel for relation in relations) == math.prod(stored[name].shape):
+            ways.append(WayBack(stored[name], relations, is_renaming=False))
+        elif name not in renamed:
+            in_part.append(name)
+    return Inverse(ways, written, aliases, changed, in_part)
 
 
 def _written(fqn: str, tensor: TensorPlan) -> TensorEntry:
@@ -129,16 +134,25 @@ class InverseProof(NamedTuple):
 
     Attributes:
         num_tensors, nbytes: of the source.
-        lacking: see `Inverse`.
-        read_nbytes: bytes of the source that this rank has read for the proof.
+        by_reading: stored tensors that consist of too many pieces of the result. Instead, their
+            bytes in the source were compared with the seal.
+        read_nbytes: bytes of the source that were read for the proof; on rank 0, by all ranks.
         about: for the manifest; empty on other ranks than 0.
     """
 
     num_tensors: int
     nbytes: int
-    lacking: Sequence[str]
+    by_reading: Sequence[str]
     read_nbytes: int
     about: Mapping[str, Any]
+
+
+class _Found(NamedTuple):
+    """What one rank has read: fingerprints of ways by number, and of stored tensors by name."""
+
+    back: Mapping[int, int]
+    stored: Mapping[str, int]
+    nbytes: int
 
 
 def prove_inverse(
@@ -153,14 +167,16 @@ def prove_inverse(
 ) -> InverseProof:
     """Makes the source again of the written files, and compares the fingerprints.
 
-    Each rank makes some tensors. A tensor of the source without a known fingerprint is read.
+    Each rank makes some tensors. A tensor of the source that is not sealed is read again, if it was
+    cut, joined or reordered. If it only got another name, the files are compared with its bytes as
+    the copy has read them.
 
     Args:
         inverse: from `inverse_of`.
         source: the checkpoint.
         files: the store of the written files, which are whole.
         sealed: the fingerprints in the source's manifest, by name.
-        computed: on rank 0, the fingerprints of the results, as they were written.
+        computed: on rank 0, the fingerprints of the results, as the copy has read them.
         group: all ranks. Each calls it.
         jobs: threads.
         tiles: see `tile_bytes`.
@@ -169,51 +185,108 @@ def prove_inverse(
         IntegrityError: the written files do not give the source back.
         PlanError: an element of the source was used twice, and another not at all.
     """
-    numbers = range(group.rank, len(inverse.ways), group.size)
     with group.phase("prove the inverse"):
-        indexes: dict[int, BoxIndex] = {}
-        back = [_assembled(str(n), inverse.ways[n], inverse.written, indexes) for n in numbers]
-        found = _hashed(back, files, {}, jobs, tiles)
-        unknown = {
-            way.entry.fqn: way.entry
-            for way in (inverse.ways[n] for n in numbers)
-            if way.entry.fqn not in sealed and not way.is_renaming
-        }
-        located = source.format.locate(source.store, [*unknown.values()])
-        read = _hashed([*unknown.values()], source.store, located, jobs, tiles)
-    told = group.gather((found, read), "gather fingerprints")
-    stored = inverse.stored
+        mine = _found(inverse, source, files, sealed, group, jobs, tiles)
+    told = group.gather(mine, "gather fingerprints")
     about: Mapping[str, Any] = {}
+    proved, by_reading = dict[str, TensorEntry](), list[str]()
     with group.phase("compare with the source"):
         if not group.rank:
-            crcs = {number: crc for part, _ in told for number, crc in part.items()}
-            known = {name: crc for _, part in told for name, crc in part.items()} | dict(sealed)
+            back = {number: crc for found in told for number, crc in found.back.items()}
+            read = {name: crc for found in told for name, crc in found.stored.items()}
             for number, way in enumerate(inverse.ways):
-                name = way.entry.fqn
-                if name not in known:  # a renaming: it was copied as it was read
-                    known[name] = computed.get(way.relations[0].left.name, 0)
-                _compare(source, way, known[name], crcs.get(str(number), 0))
-            about = _about(inverse, known)
+                name, made = way.entry.fqn, way.relations[0].left.name
+                if number in back:
+                    as_read = computed.get(inverse.stored_as.get(made, made), 0)
+                    expected = sealed.get(name, read.get(name, as_read))
+                    _compare(source, way, expected, back[number])
+                    proved[name] = way.entry
+                else:
+                    by_reading.append(name)
+                    if name in sealed:
+                        _compare(source, way, sealed[name], read[name])
+            kept = [way for number, way in enumerate(inverse.ways) if number in back]
+            about = _about(inverse._replace(ways=kept), {**read, **sealed})
     return InverseProof(
-        len(stored),
-        sum(entry.nbytes for entry in stored.values()),
-        inverse.lacking,
-        sum(entry.nbytes for entry in unknown.values()),
+        len(proved),
+        sum(entry.nbytes for entry in proved.values()),
+        by_reading,
+        sum(found.nbytes for found in told) if told else mine.nbytes,
         about,
+    )
+
+
+def _found(
+    inverse: Inverse,
+    source: Source,
+    files: Store,
+    sealed: Mapping[str, int],
+    group: Group,
+    jobs: int,
+    tiles: tuple[int, int],
+) -> _Found:
+    """Returns the fingerprints of this rank's share."""
+    numbers = range(group.rank, len(inverse.ways), group.size)
+    indexes: dict[int, BoxIndex] = {}
+    made, again = list[TensorEntry](), dict[str, TensorEntry]()
+    for number in numbers:
+        way = inverse.ways[number]
+        back = _assembled(str(number), way, inverse.written, indexes)
+        if back is not None:
+            made.append(back)
+        # what is neither sealed nor as the copy has read it; or sealed, and proved by nothing else
+        if (back is None) == (way.entry.fqn in sealed) and not way.is_renaming:
+            again[way.entry.fqn] = way.entry
+    located = source.format.locate(source.store, [*again.values()])
+    back_crcs = _hashed(made, files, {}, jobs, tiles)
+    return _Found(
+        {int(name): crc for name, crc in back_crcs.items()},
+        _hashed([*again.values()], source.store, located, jobs, tiles),
+        sum(entry.nbytes for entry in again.values()),
     )
 
 
 def _assembled(
     name: str, way: WayBack, written: Mapping[str, TensorEntry], indexes: dict[int, BoxIndex]
-) -> TensorEntry:
-    """Returns a stored tensor, made of those that were written."""
-    made = assemble(name, way.entry.shape, way.relations, written, indexes)
+) -> TensorEntry | None:
+    """Returns a stored tensor, made of those that were written; None if it has too many pieces.
+
+    Its dims are cut further, so that each relation is a box of it, if that can be. The order of the
+    elements stays, and with it the fingerprint.
+
+    Raises:
+        PlanError: an element of it is used twice.
+    """
+    shape = way.entry.shape if way.is_renaming else _cut_further(way.entry.shape, way.relations)
+    try:
+        made = assemble(name, shape, way.relations, written, indexes, _MOST_PIECES)
+    except PlanError:
+        return None
     if not way.is_renaming and cover_error(Catalog("", {}), made) is not None:
         raise PlanError(
             f"an element of {printable(way.entry.fqn)!r} is used twice, and another not at all",
             hint="if you wrote no key map, this is a fault of ckpt: please report it",
         )
     return made
+
+
+def _cut_further(shape: tuple[int, ...], relations: Sequence[Relation]) -> tuple[int, ...]:
+    """Returns a shape of the same elements, with a dim for each stride of the right sides.
+
+    Returns the shape itself if a stride is no multiple of the next smaller one.
+    """
+    steps = {
+        stride
+        for relation in relations
+        for size, stride in zip(relation.sizes, relation.right.strides, strict=True)
+        if size > 1
+    }
+    strides = sorted({1, *row_major_strides(shape), *steps}, reverse=True)
+    numel = math.prod(shape)
+    above = [numel, *strides[:-1]]
+    if not all(strides) or any(a % s for a, s in zip(above, strides, strict=True)):
+        return shape
+    return tuple(a // s for a, s in zip(above, strides, strict=True) if a != s) or shape
 
 
 def _hashed(
@@ -259,8 +332,9 @@ def _about(inverse: Inverse, known: Mapping[str, int]) -> dict[str, Any]:
     number = sum(map(len, relations.values()))
     return {
         "num_tensors": len(inverse.stored),
-        "lacking": list(inverse.lacking),
         "num_relations": number,
+        "num_changed": len(inverse.changed),
+        "in_part": list(inverse.in_part),
         "renamed": renamed,
         "fingerprints": fingerprints,
         **({"relations": relations} if number <= _MOST_NOTED else {}),

@@ -11,7 +11,7 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
-from ckpt_tools.core.catalog import Catalog, TensorEntry
+from ckpt_tools.core.catalog import RAW, Catalog, TensorEntry
 from ckpt_tools.core.checksum import join_crc64
 from ckpt_tools.core.plan import Plan, plan_values
 from ckpt_tools.engine.execute import execute_batches
@@ -58,7 +58,8 @@ class StretchProofs(NamedTuple):
         nbytes: their bytes.
         cut: the results that prove a stored tensor, one after the other, with their bytes.
         joined: the stored tensors that prove a result, one after the other.
-        apart: the stored tensors that no result proves.
+        apart: the stored tensors that no result proves: also those that are cast, if their format
+            keeps no checksums.
     """
 
     sealed: Mapping[str, SealedFingerprint]
@@ -75,7 +76,7 @@ def stretch_proofs(
     plan: Plan,
     altered: Container[str] = (),
 ) -> StretchProofs:
-    """Returns what proves the sealed tensors that a plan cuts, joins or reorders.
+    """Returns what proves the sealed tensors that a plan cuts, joins, reorders or changes.
 
     Args:
         manifest: the source's.
@@ -87,9 +88,13 @@ def stretch_proofs(
     taken: dict[str, list[tuple[Stretch, str]]] = {}  # by stored tensor: of which results
     joined: dict[str, Sequence[str]] = {}
     stored, sealed = source.catalog.tensors, dict[str, SealedFingerprint]()
-    results = [t for t in plan.tensors if not t.is_object and catalog.tensors[t.fqn].relations]
+    tensors = [t for t in plan.tensors if not t.is_object]
+    same = {t.fqn for t in tensors if t.src_dtype is t.dst_dtype and t.fqn not in altered}
+    results = [t for t in tensors if catalog.tensors[t.fqn].relations]
+    bare = [catalog.tensors[t.fqn] for t in tensors if t.fqn not in same]
+    bare = [entry for entry in bare if not entry.relations and _lacks_checksums(entry)]
     stretches = {t.fqn: stretches_of(catalog.tensors[t.fqn]) for t in results}
-    if results and manifest is not None:
+    if (results or bare) and manifest is not None:
         sealed = {
             fqn: SealedFingerprint(fqn, int(tensor.fingerprint, 16))
             for fqn, tensor in manifest.tensors.items()
@@ -97,7 +102,7 @@ def stretch_proofs(
         }
     nbytes = {fqn: stored[fqn].nbytes for fqn in sealed}
     for tensor in results:
-        is_same = tensor.src_dtype is tensor.dst_dtype and tensor.fqn not in altered
+        is_same = tensor.fqn in same
         for stretch in stretches[tensor.fqn]:
             if stretch.stored in sealed:
                 found = stretch if is_same else Stretch(stretch.stored, 0, 0, 0)
@@ -112,7 +117,14 @@ def stretch_proofs(
         if fqn not in proved and _tile(found, stretches, math.prod(stored[fqn].shape))
     }
     apart = [fqn for fqn in taken if fqn not in proved and fqn not in cut]
+    apart += sorted({entry.stored_name for entry in bare} & sealed.keys() - taken.keys())
     return StretchProofs(sealed, nbytes, cut, joined, apart)
+
+
+def _lacks_checksums(entry: TensorEntry) -> bool:
+    """Tells whether bytes of a stored tensor have no checksum of their own, as in safetensors."""
+    extents = (chunk.extent for chunk in entry.chunks)
+    return not entry.is_computed and any(e.packing == RAW and e.crc32 is None for e in extents)
 
 
 def _is_all(stretch: Stretch, stored: Mapping[str, TensorEntry]) -> bool:

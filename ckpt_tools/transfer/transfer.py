@@ -26,7 +26,7 @@ from ckpt_tools.engine.schedule import (
     Batch,
     Share,
     by_files,
-    is_cut_in_order,
+    is_cut_in_rows,
     read_nbytes,
     schedule,
     tile_bytes,
@@ -73,6 +73,7 @@ from ckpt_tools.transfer.stretches import prove_apart, prove_stretches, stretch_
 
 # each holds a part of 8 MiB, or two; 4 take a tenth less memory and read columns more often
 _STREAMS = 12
+_MOST_IN_TURN = 4  # files, or sets of files
 _SHOWN = 6  # names of what the source lacks
 
 
@@ -468,12 +469,14 @@ class Transfer:
             self.notes.append(
                 f"not read again for the proof: {len(copied):,} tensors, copied by the store itself"
             )
-        if lacking := self.proof.lacking:
-            some = ", ".join(map(printable, lacking[:_SHOWN])) + " …" * (len(lacking) > _SHOWN)
-            self.notes.append(
-                f"not proved by the inverse: {some} ({len(lacking):,}, which are cast, computed or"
-                " not whole in the result)"
-            )
+        self._note_unproved("are cast or computed", inverse.changed)
+        self._note_unproved("are there in part", inverse.in_part)
+        self._note_unproved("consist of too many pieces", self.proof.by_reading)
+
+    def _note_unproved(self, why: str, names: Sequence[str]) -> None:
+        if names:
+            some = ", ".join(map(printable, names[:_SHOWN])) + " …" * (len(names) > _SHOWN)
+            self.notes.append(f"not proved by the inverse: {some} ({len(names):,}, which {why})")
 
     def _refuse_overflow(self) -> None:
         """Refuses to replace finite values by infinity, since the source is lost with it.
@@ -631,9 +634,10 @@ def batches_for(
     if not store.capabilities.can_write_anywhere:
         plans = by_files(plan, _STREAMS)
         return chain.from_iterable(schedule(part, located, *tiles, share) for part in plans)
-    if jobs == 1 or share != ALL or not is_cut_in_order(plan):
+    count = min(jobs, _MOST_IN_TURN, len(plan.target.file_sizes))
+    if count < 2 or share != ALL or not is_cut_in_rows(plan):
         return schedule(plan, located, *tiles, share)
-    plans = by_files(plan, -(-len(plan.target.file_sizes) // jobs))
+    plans = by_files(plan, -(-len(plan.target.file_sizes) // count))
     return _in_turn([schedule(part, located, *tiles) for part in plans])
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tools.errors import PlanError
+from ckpt_tools.operations.convert.known_answers import KnownAnswer
 
 _LIMITS = """
 import contextlib, ctypes, resource, signal, sys
@@ -72,20 +73,30 @@ def run_python(
         )
 
 
-def ask(code: str, question: Mapping[str, Any]) -> tuple[Any, str]:
+def ask(
+    code: str, base: str | os.PathLike[str], config: Mapping[str, Any], question: Mapping[str, Any]
+) -> tuple[Any, str]:
     """Returns what code prints as JSON; None and the reason if it fails.
 
+    An answer that is known from an earlier command is not asked for again.
+
     Args:
-        code: may use `find_class`. Its argument is a file with the question, as JSON.
-        question: about a model.
+        code: may use `find_class`. Its argument is a file with the question, as JSON, and the
+            absolute path of `base` in it.
+        base: the directory of a model's configuration, of which the code reads nothing else.
+        config: the configuration.
+        question: the rest of the question.
 
     Raises:
         PlanError: it did not end.
     """
+    known = KnownAnswer(FIND_CLASS + code, question, config)
+    if (answer := known.read()) is not None:
+        return answer, ""
     import tempfile  # and what packs archives
 
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(question, file)
+        json.dump({**question, "base": os.path.abspath(base)}, file)
         file.flush()
         done = run_python(_NO_GC + code, file.name)
     if done.returncode == TIMED_OUT:
@@ -95,7 +106,9 @@ def ask(code: str, question: Mapping[str, Any]) -> tuple[Any, str]:
         )
     if done.returncode:
         return None, last_line(done)
-    return json.loads(done.stdout.strip().splitlines()[-1]), ""
+    answer = json.loads(done.stdout.strip().splitlines()[-1])
+    known.keep(answer)
+    return answer, ""
 
 
 def last_line(done: subprocess.CompletedProcess[bytes]) -> str:

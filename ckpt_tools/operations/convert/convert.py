@@ -432,7 +432,7 @@ def _with_output(
     if not config.get("tie_word_embeddings") or _OUTPUT in model or found is None:
         return model
     notes.append(f"{_OUTPUT} is tied to {_INPUT}, and written, too, as in Meta's files")
-    return {**model, _OUTPUT: replace(found, fqn=_OUTPUT)}
+    return {**model, _OUTPUT: found.named(_OUTPUT)}
 
 
 def _named_by_transformers(

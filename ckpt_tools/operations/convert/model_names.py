@@ -143,13 +143,12 @@ def _asked(
 ) -> tuple[dict[str, list[str]] | None, str]:
     """Returns what transformers would not find or not use; None and the reason if it cannot say."""
     asked = {
-        "base": os.path.abspath(base),
         "architectures": config.get("architectures"),
         "shapes": {fqn: list(entry.shape) for fqn, entry in catalog.tensors.items()},
         "dtypes": {fqn: entry.dtype.name for fqn, entry in catalog.tensors.items()},
     }
     result: dict[str, list[str]] | None
-    result, reason = ask(_COMPARE, asked)
+    result, reason = ask(_COMPARE, base, config, asked)
     return result, reason
 
 

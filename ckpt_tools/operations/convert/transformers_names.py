@@ -185,11 +185,11 @@ def ask_transformers(
     Raises:
         PlanError: transformers did not end.
     """
-    asked = {"base": os.path.abspath(base), "architectures": config.get("architectures")}
+    asked = {"architectures": config.get("architectures")}
     key = json.dumps([asked, config], sort_keys=True, default=str)
     told = _told.get(key)  # a job that publishes asks again and again
     if told is None:
-        told, reason = ask(_TRACE, asked)
+        told, reason = ask(_TRACE, base, config, asked)
         if told is None:  # another time it may answer
             return None, reason
         while len(_told) >= _MOST_TOLD:
