@@ -191,7 +191,7 @@ def places(sizes: Sequence[int], place: GridPlace) -> np.ndarray:
 
 @pytest.mark.parametrize("first", range(0, 300, 100))
 def test_relations_with_stored_tensors_follow_from_several_steps(first: int) -> None:
-    """Each step takes the tensors that the step before has made."""
+    """Each step takes the tensors that the step before has made, under names of stored ones."""
     for seed in range(first, first + 100):
         rng, file = random.Random(seed), bytearray()
         shapes = [
@@ -207,10 +207,10 @@ def test_relations_with_stored_tensors_follow_from_several_steps(first: int) -> 
                 numpy.memory[name] = np.ascontiguousarray(array)
             targets = random_targets(numpy, [numpy.memory[name] for name in arrays], rng)
             related = {
-                f"{step}.{n}": relations_of(f"{step}.{n}", numpy.view(array), numpy.joined)
-                for n, array in enumerate(targets)
+                f"s{n}": relations_of(f"s{n}", numpy.view(array), numpy.joined)
+                for n, array in enumerate(reversed(targets) if step else targets)
             }
-            arrays = dict(zip(related, targets, strict=True))
+            arrays = dict(zip(related, reversed(targets) if step else targets, strict=True))
             entries = {
                 name: assemble(name, arrays[name].shape, found, entries)
                 for name, found in related.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 from ckpt_tools.core.checksum import crc64nvme
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+ROOT = Path(__file__).parents[2]
 
 
 class Case:
@@ -23,7 +25,7 @@ class Case:
 
     def __init__(self, folder: Path, ckpt: Run) -> None:
         transformers = pytest.importorskip("transformers", minversion="5")
-        self.folder, self.ckpt, self.cache = folder, ckpt, folder / "cache"
+        self.folder, self.run, self.cache = folder, ckpt, folder / "cache"
         self.environment = {**os.environ, "CKPT_CACHE": str(self.cache)}
         config = transformers.Qwen3MoeConfig(
             vocab_size=32,
@@ -46,7 +48,7 @@ class Case:
     def convert(self, base: str = "base") -> str:
         """Converts to the names of files, and returns the release that the note names."""
         words = ("convert", self.folder / "m.safetensors", self.folder / "out", "--to", "hf")
-        done = self.ckpt(*words, "--base", self.folder / base, "--overwrite", env=self.environment)
+        done = self.run(*words, "--base", self.folder / base, "--overwrite", env=self.environment)
         assert done.returncode == 0, done.stderr
         (line,) = [line for line in done.stdout.splitlines() if "names of transformers" in line]
         assert "tensors became 24 with" in line, line
@@ -87,6 +89,7 @@ def test_an_answer_is_used_again(case: Case) -> None:
     assert len([*(case.folder / "home" / "ckpt-tools" / "transformers").iterdir()]) == 1
 
 
+@pytest.mark.slow
 def test_another_model_is_asked_for(case: Case) -> None:
     case.convert()
     case.forge(lambda answer: {**answer, "release": "forged"})
@@ -97,6 +100,7 @@ def test_another_model_is_asked_for(case: Case) -> None:
     assert len(case.answers()) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["flipped", "short", "empty", "no JSON"])
 def test_a_damaged_answer_is_asked_for_again(kind: str, case: Case) -> None:
     case.convert()
@@ -112,6 +116,12 @@ def test_a_damaged_answer_is_asked_for_again(kind: str, case: Case) -> None:
     assert path.read_bytes() == good
 
 
+def in_a_new_process(*words: object, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ckpt_tools", *map(str, words)]
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
 def test_a_changed_package_is_asked(case: Case, tmp_path: Path) -> None:
     """A working copy of transformers has the same release after an edit."""
     import transformers
@@ -125,6 +135,7 @@ def test_a_changed_package_is_asked(case: Case, tmp_path: Path) -> None:
             (site / "transformers" / path.name).symlink_to(path)
     text = (place / "conversion_mapping.py").read_text()
     (site / "transformers" / "conversion_mapping.py").write_text(text)
+    case.run = in_a_new_process  # which begins with another path of modules
     case.environment["PYTHONPATH"] = f"{site}:{case.environment.get('PYTHONPATH', '')}"
     case.convert()
     case.forge(lambda answer: {**answer, "release": "forged"})
@@ -133,6 +144,7 @@ def test_a_changed_package_is_asked(case: Case, tmp_path: Path) -> None:
     assert case.convert() == case.release
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_no_error(case: Case) -> None:
     case.cache.write_text("a file")
     assert case.convert() == case.release
@@ -140,6 +152,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(case: Case) -> None:
     assert case.convert() == case.release
 
 
+@pytest.mark.slow
 def test_the_oldest_answers_go(case: Case) -> None:
     folder = case.cache / "transformers"
     folder.mkdir(parents=True)
