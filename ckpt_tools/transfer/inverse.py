@@ -61,6 +61,11 @@ class Inverse(NamedTuple):
         """Returns the stored tensors that come back."""
         return {way.entry.fqn: way.entry for way in self.ways}
 
+    @property
+    def reordered(self) -> set[str]:
+        """Returns the stored tensors all of whose parts, cut or reordered, are proved together."""
+        return {way.entry.fqn for way in self.ways if not way.is_renaming}
+
     def without(self, results: Collection[str]) -> Inverse:
         """Returns the same without results that are one stored tensor each."""
         kept = [

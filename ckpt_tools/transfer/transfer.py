@@ -264,7 +264,7 @@ class Transfer:
                 self.sealed, self.source, self.request.catalog, self.plan, self.request.alter
             )
             self.inverse = self._plan_inverse()
-            proved = self.inverse.stored if self.inverse is not None else {}
+            proved = self.inverse.reordered if self.inverse is not None else ()
             every = [fqn for fqn in self.stretches.apart if fqn not in proved]
             apart = every[self.group.rank :: self.group.size]
             prove_apart(self.source, self.stretches, apart, self.jobs, self.tiles)
