@@ -291,6 +291,7 @@ def test_an_element_that_is_used_twice_is_found(tmp_path: Path) -> None:
         case.prove()
 
 
+@pytest.mark.slow
 def test_a_tensor_of_too_many_pieces_is_read_and_compared_with_the_seal(tmp_path: Path) -> None:
     """Its rows are in reverse order: 70,000 relations."""
     number = 70_000

@@ -8,8 +8,6 @@ this off.
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -20,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.core.checksum import crc64nvme, hex64
+from ckpt_tools.errors import StorageError
+from ckpt_tools.storage import write_file
+from ckpt_tools.storage.local import LocalStore
 
 _PACKAGES = ("torch", "accelerate")  # whose release may matter; of transformers, each file does
 _MOST = 64  # answers that are kept
@@ -40,9 +41,11 @@ class KnownAnswer:
         self._file: Path | None = None
         folder, installed = _folder(), _installed()
         if folder is not None and installed is not None:
+            from hashlib import sha256  # with OpenSSL: 3.5 MiB
+
             told = [code, question, config, installed]
             text = json.dumps(told, sort_keys=True, default=str)
-            self._file = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+            self._file = folder / f"{sha256(text.encode()).hexdigest()}.json"
 
     def read(self) -> Any:
         """Returns the answer; None if it is not known."""
@@ -65,13 +68,14 @@ class KnownAnswer:
         """Keeps an answer, if the directory can be written to."""
         if self._file is None:
             return
-        data = json.dumps(answer).encode()
-        own = self._file.with_name(f"{self._file.name}.{os.getpid()}")
-        with suppress(OSError):
-            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            own.write_bytes(hex64(crc64nvme(data)).encode("ascii") + b"\n" + data)
-            own.replace(self._file)
-            there = sorted(self._file.parent.iterdir(), key=lambda path: path.stat().st_mtime)
+        data, folder = json.dumps(answer).encode(), self._file.parent
+        own = f"{self._file.name}.{os.urandom(4).hex()}"  # nobody reads half of a file
+        with suppress(OSError, StorageError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            text = hex64(crc64nvme(data)).encode("ascii") + b"\n" + data
+            write_file(LocalStore(folder), own, text)
+            os.replace(folder / own, self._file)
+            there = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
             for path in there[:-_MOST]:
                 path.unlink(missing_ok=True)
 
@@ -92,9 +96,11 @@ def _installed() -> list[object] | None:
 
     A release number does not tell changes in a working copy, so sizes and times of all files do.
     """
+    from importlib.metadata import version  # it imports what reads mails
+
     try:
         spec = importlib.util.find_spec("transformers")
-        releases = [importlib.metadata.version(name) for name in _PACKAGES]
+        releases = [version(name) for name in _PACKAGES]
     except (ImportError, ValueError):
         return None
     places = (spec.submodule_search_locations if spec is not None else None) or []
