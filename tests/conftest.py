@@ -42,7 +42,9 @@ _LONG_ON_MOTO = set(
     " test_a_step_that_made_way_for_nothing_comes_back test_each_verb_tells_its_requests"
     " test_three_ranks_list_no_more_than_one test_of_two_writers_of_one_step_exactly_one_wins"
     " test_without_checksums_of_pieces_a_reshard_passes_through"
-    " test_what_is_written_to_a_bucket_is_what_is_written_to_a_disk".split()
+    " test_what_is_written_to_a_bucket_is_what_is_written_to_a_disk"
+    " test_a_bucket_takes_deltas_of_all_ranks"
+    " test_a_bucket_takes_complete_versions_of_all_ranks".split()
 )
 _FIRST = (_SERVERS, "training/", "faults/test_saving", "peers/", "faults/", "transfer/test_group")
 ALL_CASES = (

@@ -209,6 +209,7 @@ def config(folder: Path, **values: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_candidates(
     llamas: tuple[State, Path, Path], tmp_path: Path
 ) -> None:

@@ -595,6 +595,7 @@ def test_what_does_not_go_together_is_refused(
     assert not dst.exists()
 
 
+@pytest.mark.slow
 def test_nothing_says_which_layers_are_linear(tmp_path: Path) -> None:
     model = llama()
     src, _ = saved(model, tmp_path)
