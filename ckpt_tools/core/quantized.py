@@ -215,6 +215,9 @@ def _bits(
     scheme: Scheme, codes: TensorEntry, tensors: Mapping[str, TensorEntry], needs: list[str]
 ) -> int | None:
     """Returns the bits of one number; None if shapes and types do not tell."""
+    if scheme.name == OF_TORCHAO:
+        table = tensors.get(needs[0].removesuffix("scale") + "qmap")
+        return 4 if table is not None and table.shape == (16,) else 8
     if scheme.bits == 0 and codes.dtype.name == "uint8":
         return 4 if f"{codes.fqn}_scale_2" in tensors else None  # NVFP4; others do not tell
     if scheme.bits == 0:

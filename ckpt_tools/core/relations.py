@@ -42,12 +42,36 @@ class Coordinates(NamedTuple):
     axis: int | None = None
 
 
+class SourceIndexes:
+    """What `assemble` finds out about the tensors that it takes elements of, by their identity.
+
+    Two optimizers may give a moment the same name. The tensors must live as long as this.
+    """
+
+    def __init__(self) -> None:
+        self._boxes: dict[int, BoxIndex] = {}
+        self._made: dict[int, _Joined] = {}
+
+    def chunks(self, entry: TensorEntry) -> BoxIndex:
+        """Returns the index of a tensor's chunks."""
+        if id(entry) not in self._boxes:
+            self._boxes[id(entry)] = BoxIndex([chunk.box for chunk in entry.chunks])
+        return self._boxes[id(entry)]
+
+    def stored(self, entry: TensorEntry) -> _Joined:
+        """Returns the parts of stored tensors that a tensor was made of."""
+        if id(entry) not in self._made:
+            parts = [part for own in entry.relations for part in _boxes(own, entry.shape)]
+            self._made[id(entry)] = _Joined(JoinedMemory(entry.shape, parts))
+        return self._made[id(entry)]
+
+
 def assemble(
     fqn: str,
     shape: tuple[int, ...],
     relations: Sequence[Relation],
     entries: Mapping[str, TensorEntry],
-    indexes: dict[int, BoxIndex] | None = None,
+    indexes: SourceIndexes | None = None,
     most: int = _MAX_PIECES,
 ) -> TensorEntry:
     """Returns a tensor that consists of elements of other tensors.
@@ -57,9 +81,7 @@ def assemble(
         relations: with the sources on the left and the result on the right. Together they give each
             of its elements once.
         entries: the sources. Their extents must be RAW, unless they are taken whole.
-        indexes: of the chunks of sources, by their identity, since two optimizers may give a moment
-            the same name. Pass one dict for many results of the same sources, and each is sorted
-            once. The sources must live as long as the dict.
+        indexes: pass one for many results of the same sources, and each source is sorted once.
         most: pieces of which the result may consist.
 
     Raises:
@@ -74,12 +96,10 @@ def assemble(
     if len(relations) == 1 and is_whole(relations[0], shape, first.shape):
         return first.named(fqn)
     chunks: list[Chunk] = []
-    indexes = {} if indexes is None else indexes
+    indexes = SourceIndexes() if indexes is None else indexes
     for relation in relations:
         entry = entries[relation.left.name]
-        index = indexes.get(id(entry))
-        if index is None:
-            index = indexes[id(entry)] = BoxIndex([chunk.box for chunk in entry.chunks])
+        index = indexes.chunks(entry)
         for sizes, source, target in _aligned(relation, entry.shape, shape):
             chunks += _pieces(entry, index, sizes, source, target)
             if len(chunks) > most:
@@ -91,31 +111,25 @@ def assemble(
         first,
         shape=shape,
         chunks=ChunkList(chunks),
-        relations=tuple(_from_stored(relations, entries)),
+        relations=tuple(_from_stored(relations, entries, indexes)),
         is_computed=any(source.is_computed for source in sources),
     )
     return made.named(fqn)
 
 
 def _from_stored(
-    relations: Iterable[Relation], entries: Mapping[str, TensorEntry]
+    relations: Iterable[Relation], entries: Mapping[str, TensorEntry], indexes: SourceIndexes
 ) -> Iterator[Relation]:
     """Returns the relations of the result of `assemble` with stored tensors.
 
     A tensor that is computed while it is read has none.
     """
-    made: dict[str, list[tuple[tuple[int, ...], StridedView]]] = {}  # of stored tensors
     for relation in relations:
         entry = entries[relation.left.name]
         if entry.is_computed or not relation.numel:
             continue
         if entry.relations and not _is_part(entry):
-            parts = made.get(entry.fqn)
-            if parts is None:
-                parts = [part for own in entry.relations for part in _boxes(own, entry.shape)]
-                made[entry.fqn] = parts
-            for offsets, part in parts:
-                yield from _through(relation, entry.shape, Box(offsets, part.sizes), part)
+            yield from indexes.stored(entry).through(relation)
             continue
         name, start = entry.stored_name, 0
         if entry.relations:  # a part of a part
@@ -168,9 +182,7 @@ def _pieces(
     target: Sequence[Coordinates],
 ) -> Iterator[Chunk]:
     """Returns the chunks of the result that take a grid of a source, one per chunk of it."""
-    spans = [1 if c.axis is None else (sizes[c.axis] - 1) * c.step + 1 for c in source]
-    around = Box(tuple(coord.start for coord in source), tuple(spans))
-    for number in sorted(index.near(around)):
+    for number in sorted(index.near(_around(sizes, source))):
         chunk = entry.chunks[number]
         found = _within(chunk.box, sizes, source)
         if found is None:
@@ -393,15 +405,17 @@ def relations_of(
     """
     place = GridPlace(name, 0, row_major_strides(view.sizes))
     first = Relation(view.sizes, GridPlace(view.memory, view.offset, view.strides), place)
-    pending, found = [first], list[Relation]()
+    pending, found, indexed = [first], list[Relation](), dict[str, _Joined]()
     while pending:
         relation = pending.pop()
         memory = joined.get(relation.left.name)
         if memory is None:
             found.append(relation)
             continue
-        for offsets, part in memory.parts:
-            pending += _through(relation, memory.shape, Box(offsets, part.sizes), part)
+        if relation.left.name not in indexed:
+            indexed[relation.left.name] = _Joined(memory)
+        for part in indexed[relation.left.name].through(relation):
+            pending.append(part)
             if len(pending) > _MAX_PIECES:
                 raise PlanError(
                     f"{printable(name)!r} would consist of more than {_MAX_PIECES:,} pieces"
@@ -409,37 +423,47 @@ def relations_of(
     return found[::-1]
 
 
-def _through(
-    relation: Relation, shape: Sequence[int], box: Box, part: StridedView
-) -> Iterator[Relation]:
-    """Returns the part of a relation that lies in a box, in the memory that filled the box.
+class _Joined:
+    """Memory that was filled with views of other memory, with an index of their boxes."""
 
-    Args:
-        relation: its left side lies in joined memory.
-        shape: of that memory.
-        box: the part of it.
-        part: the view that fills the box.
-    """
-    if not relation.numel:
-        return
-    coords = _coordinates(relation.sizes, relation.left, shape)
-    if isinstance(coords, tuple):
-        for one in _split(relation, *coords):
-            yield from _through(one, shape, box, part)
-        return
-    found = _within(box, relation.sizes, coords)
-    if found is None:
-        return
-    lows, highs = found
-    skip, strides = _moved(coords, lows, box.offsets, part.strides)
-    offset = part.offset + skip
-    right = relation.right
-    above = sum(low * s for low, s in zip(lows, right.strides, strict=True))
-    yield Relation(
-        tuple(h - low for low, h in zip(lows, highs, strict=True)),
-        GridPlace(part.memory, offset, tuple(strides)),
-        GridPlace(right.name, right.offset + above, right.strides),
-    )
+    def __init__(self, memory: JoinedMemory) -> None:
+        self._shape, self._parts = memory.shape, [part for _, part in memory.parts]
+        self._boxes = [Box(offsets, part.sizes) for offsets, part in memory.parts]
+        self._index = BoxIndex(self._boxes)
+
+    def through(self, relation: Relation) -> Iterator[Relation]:
+        """Returns the parts of a relation, each in the memory that filled its box here.
+
+        Args:
+            relation: its left side lies in this memory.
+        """
+        if not relation.numel:
+            return
+        coords = _coordinates(relation.sizes, relation.left, self._shape)
+        if isinstance(coords, tuple):
+            for one in _split(relation, *coords):
+                yield from self.through(one)
+            return
+        sizes, right = relation.sizes, relation.right
+        for number in sorted(self._index.near(_around(sizes, coords))):
+            box, part = self._boxes[number], self._parts[number]
+            found = _within(box, sizes, coords)
+            if found is None:
+                continue
+            lows, highs = found
+            skip, strides = _moved(coords, lows, box.offsets, part.strides)
+            above = sum(low * s for low, s in zip(lows, right.strides, strict=True))
+            yield Relation(
+                tuple(h - low for low, h in zip(lows, highs, strict=True)),
+                GridPlace(part.memory, part.offset + skip, tuple(strides)),
+                GridPlace(right.name, right.offset + above, right.strides),
+            )
+
+
+def _around(sizes: Sequence[int], coords: Sequence[Coordinates]) -> Box:
+    """Returns the smallest box that has a grid."""
+    spans = [1 if c.axis is None else (sizes[c.axis] - 1) * c.step + 1 for c in coords]
+    return Box(tuple(coord.start for coord in coords), tuple(spans))
 
 
 def check_used_once(relations: Iterable[Relation], shapes: Mapping[str, Sequence[int]]) -> None:

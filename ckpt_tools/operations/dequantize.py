@@ -73,7 +73,11 @@ class Dequantized:
     def kind(self, entry: TensorEntry) -> str:
         """Returns the type of a tensor; of numbers, that of their codes."""
         weight = self.weights.get(entry.stored_name) if entry.is_computed else None
-        return entry.dtype.name if weight is None else described([weight]).partition(" ")[2]
+        if weight is None:
+            return entry.dtype.name
+        codes = self.stored.catalog.tensors[weight.codes].dtype.name
+        kind = described([weight]).partition(" ")[2]
+        return f"{kind}, {codes}" if weight.scheme == OF_TORCHAO else kind
 
     def prove(self, catalog: Catalog, group: Group) -> None:
         """Compares the bytes that all ranks have read with their checksums.
@@ -163,7 +167,9 @@ def dequantize(
         name: [*dict.fromkeys(part.name for part in formula.parts.values())]
         for name, formula in formulas.items()
     }
-    shown, gone = _shown(catalog, done, len(done) == len(weights), names, formulas)
+    others = [w for w in weights_in(catalog.tensors.values()) if w.scheme != OF_TORCHAO]
+    is_all = all(weight.codes in names for weight in others)
+    shown, gone = _shown(catalog, done, is_all, names, formulas)
     left = f"; {len(gone):,} scales and the like are left out, such as" if gone else ""
     left += f" {printable(gone[0])!r}" if gone else ""
     notes = [f"dequantized: {described(done)}{left}", *notes]
@@ -203,7 +209,8 @@ def _shown(
     Args:
         catalog: of what is stored.
         done: the weights that become numbers.
-        is_all: no other quantized weights are there, so what belongs to all of them can go, too.
+        is_all: no other quantized weights of a model are there, so what belongs to all of them can
+            go, too.
         names: of the numbers, by the name of the codes.
         formulas: by the name of the numbers.
     """

@@ -94,9 +94,10 @@ class FormulaFinder:
             weight: with all of its parts in the checkpoint.
             small: the bytes of its `small_parts`.
         """
-        if not self._told.is_clear:
+        is_weight = weight.scheme != OF_TORCHAO  # no config tells of moments
+        if is_weight and not self._told.is_clear:
             return "the config beside it is not understood"
-        if self._told.is_turned:
+        if is_weight and self._told.is_turned:
             return "its config says that weights are rotated (transform_config)"
         name = numbers_name(weight)
         if name != weight.codes and name in self._stored:

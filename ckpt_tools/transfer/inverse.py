@@ -12,13 +12,13 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ckpt_tools.core.box import BoxIndex, row_major_strides
+from ckpt_tools.core.box import row_major_strides
 from ckpt_tools.core.catalog import Catalog, Chunk, ChunkList, Extent, TensorEntry
 from ckpt_tools.core.checksum import hex64
 from ckpt_tools.core.coverage import cover_error
 from ckpt_tools.core.grid import Relation, same_elements
 from ckpt_tools.core.plan import Plan, TensorPlan, plan_values
-from ckpt_tools.core.relations import assemble, is_whole
+from ckpt_tools.core.relations import SourceIndexes, assemble, is_whole
 from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.schedule import schedule
 from ckpt_tools.engine.sinks import HashSink
@@ -232,7 +232,7 @@ def _found(
 ) -> _Found:
     """Returns the fingerprints of this rank's share."""
     numbers = range(group.rank, len(inverse.ways), group.size)
-    indexes: dict[int, BoxIndex] = {}
+    indexes = SourceIndexes()
     made, again = list[TensorEntry](), dict[str, TensorEntry]()
     for number in numbers:
         way = inverse.ways[number]
@@ -252,7 +252,7 @@ def _found(
 
 
 def _assembled(
-    name: str, way: WayBack, written: Mapping[str, TensorEntry], indexes: dict[int, BoxIndex]
+    name: str, way: WayBack, written: Mapping[str, TensorEntry], indexes: SourceIndexes
 ) -> TensorEntry | None:
     """Returns a stored tensor, made of those that were written; None if it has too many pieces.
 

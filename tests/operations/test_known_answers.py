@@ -153,12 +153,42 @@ def test_a_cache_that_cannot_be_written_is_no_error(case: Case) -> None:
 
 
 @pytest.mark.slow
-def test_the_oldest_answers_go(case: Case) -> None:
+def test_the_oldest_answers_go_and_no_other_files(case: Case) -> None:
     folder = case.cache / "transformers"
     folder.mkdir(parents=True)
     for number in range(70):
-        (folder / f"{number}.json").write_text("x")
-        os.utime(folder / f"{number}.json", (number + 1, number + 1))
+        (folder / f"{number:064x}.json").write_text("x")
+        os.utime(folder / f"{number:064x}.json", (number + 1, number + 1))
+        (folder / f"mine-{number}.json").write_text("x")
     case.convert()
     left = {path.name for path in folder.iterdir()}
-    assert len(left) == 64 and "6.json" not in left and "7.json" in left
+    assert len(left) == 64 + 70 and sum(name.startswith("mine-") for name in left) == 70
+    assert f"{6:064x}.json" not in left and f"{7:064x}.json" in left
+
+
+@pytest.mark.slow
+def test_a_config_that_names_other_files_is_always_asked_for(case: Case) -> None:
+    """transformers may read one of these in place of config.json."""
+    file = case.folder / "base" / "config.json"
+    config = json.loads(file.read_text())
+    (case.folder / "base" / "config.5.0.0.json").write_text(json.dumps(config))
+    file.write_text(json.dumps({**config, "configuration_files": ["config.5.0.0.json"]}))
+    assert case.convert() == case.release
+    assert not (case.cache / "transformers").exists()
+
+
+@pytest.mark.slow
+def test_a_link_that_leads_nowhere_in_the_package_is_no_error(case: Case, tmp_path: Path) -> None:
+    """As the lock files of an editor are."""
+    import transformers
+
+    site = tmp_path / "site" / "transformers"
+    site.mkdir(parents=True)
+    for path in Path(transformers.__file__).parent.iterdir():
+        (site / path.name).symlink_to(path)
+    (site / ".#x.py").symlink_to("user@host.1")
+    case.run = in_a_new_process
+    case.environment["PYTHONPATH"] = str(site.parent)
+    assert case.convert() == case.release
+    case.forge(lambda answer: {**answer, "release": "forged"})
+    assert case.convert() == "forged"

@@ -145,3 +145,55 @@ def test_parts_of_other_shapes_stay_codes(tmp_path: Path) -> None:
         ckpt_tools.convert(
             tmp_path / "s.safetensors", tmp_path / "o.pt", to="torch", optimizer="flat"
         )
+
+
+def test_a_quantized_model_keeps_what_belongs_to_its_codes(tmp_path: Path) -> None:
+    """Scales of activations and of the cache go with the codes, which stay."""
+    model = {
+        "l.weight": torch.randn(256, 256).to(torch.float8_e4m3fn),
+        "l.weight_scale": torch.tensor(2.0),
+        "l.input_scale": torch.tensor(3.0),
+        "l.k_scale": torch.tensor(4.0),
+        "norm.weight": torch.randn(512),
+    }
+    state = {
+        name: {"exp_avg": moment("8bit", tuple(model[name].shape), 1)[0]}
+        for name in ("l.weight", "norm.weight")
+    }
+    groups = [{"lr": 0.1, "params": list(state)}]
+    whole = {"model": model, "optimizer": {"state": state, "param_groups": groups}}
+    dcp.save(whole, checkpoint_id=tmp_path / "s", no_dist=True)
+    ckpt_tools.convert(tmp_path / "s", tmp_path / "o", to="dcp", optimizer="flat")
+    found = ckpt_tools.inspect(tmp_path / "o").catalog.tensors
+    assert {f"model.{name}" for name in model} <= found.keys()
+    assert found["optimizer.state.l.weight.exp_avg"].dtype.name == "float32"
+    # a glob for weights of the model is none for their moments
+    how = {"optimizer": "groups", "dtype": "bf16", "keep_dtype": ["*norm*"]}
+    ckpt_tools.convert(tmp_path / "s", tmp_path / "b", to="dcp", **how)
+    found = ckpt_tools.inspect(tmp_path / "b").catalog.tensors
+    assert found["model.l.weight"].dtype.name == "bfloat16"
+    assert found["model.norm.weight"].dtype.name == "float32"
+    assert found["optimizer.state.norm.weight.exp_avg"].dtype.name == "float32"
+
+
+def test_diff_tells_kinds_of_moments_apart(tmp_path: Path) -> None:
+    """Also where all numbers are the same."""
+    paths = []
+    for kind in ("8bit", "4bit"):
+        parts, _ = moment(kind, (4, 256), 0)
+        parts["scale"].zero_()
+        parts["qmap"].abs_()
+        state = {"w": {"exp_avg": parts}}
+        whole = {
+            "model": {"w": torch.ones(4, 256)},
+            "optimizer": {"state": state, "param_groups": [{"params": ["w"]}]},
+        }
+        paths.append(tmp_path / kind)
+        dcp.save(whole, checkpoint_id=paths[-1], no_dist=True)
+    result = ckpt_tools.diff(*paths)
+    (change,) = result.changes
+    assert (change.a_dtype, change.b_dtype) == (
+        "torchao optimizer, 8 bits, uint8",
+        "torchao optimizer, 4 bits, uint8",
+    )
+    assert not result.differences

@@ -83,7 +83,8 @@ def ask(
     Args:
         code: may use `find_class`. Its argument is a file with the question, as JSON, and the
             absolute path of `base` in it.
-        base: the directory of a model's configuration, of which the code reads nothing else.
+        base: the directory of a model's configuration, of which the code reads nothing else, unless
+            the configuration names other files.
         config: the configuration.
         question: the rest of the question.
 

@@ -178,9 +178,12 @@ def prepare(
         TARGETS[to].is_local or any(how.get(key) for key in ("optimizer", "key_map", "names"))
     )
     if how.get("dtype") is not None or changes_moments:
+        is_kept = matcher(how.get("keep_dtype", ()))
+        every = weights_in(source.catalog.tensors.values())
+        moments = {part for w in every if w.scheme == OF_TORCHAO for part in w.parts}
         numbers = dequantize(
             source,
-            matcher(how.get("keep_dtype", ())),
+            lambda name: name not in moments and is_kept(name),
             of_model=how.get("dtype") is not None,
             of_optimizers=changes_moments,
         )

@@ -8,9 +8,10 @@ this off.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
+import re
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -22,7 +23,7 @@ from ckpt_tools.errors import StorageError
 from ckpt_tools.storage import write_file
 from ckpt_tools.storage.local import LocalStore
 
-_PACKAGES = ("torch", "accelerate")  # whose release may matter; of transformers, each file does
+_NAME = re.compile(r"[0-9a-f]{64}\.json(?:\.[0-9a-f]{8})?")
 _MOST = 64  # answers that are kept
 _MAX_BYTES = 64 << 20
 
@@ -39,7 +40,8 @@ class KnownAnswer:
             config: of the model.
         """
         self._file: Path | None = None
-        folder, installed = _folder(), _installed()
+        folder = _folder()
+        installed = None if folder is None or names_other_files(config) else _installed()
         if folder is not None and installed is not None:
             from hashlib import sha256  # with OpenSSL: 3.5 MiB
 
@@ -52,7 +54,8 @@ class KnownAnswer:
         if self._file is None:
             return None
         try:
-            if self._file.stat().st_size > _MAX_BYTES:
+            about = self._file.stat()
+            if not stat.S_ISREG(about.st_mode) or about.st_size > _MAX_BYTES:
                 return None
             crc, _, data = self._file.read_bytes().partition(b"\n")
             if crc.decode("ascii") != hex64(crc64nvme(data)):
@@ -75,7 +78,8 @@ class KnownAnswer:
             text = hex64(crc64nvme(data)).encode("ascii") + b"\n" + data
             write_file(LocalStore(folder), own, text)
             os.replace(folder / own, self._file)
-            there = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
+            mine = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+            there = sorted(mine, key=lambda path: path.stat().st_mtime)
             for path in there[:-_MOST]:
                 path.unlink(missing_ok=True)
 
@@ -91,33 +95,46 @@ def _folder() -> Path | None:
     return Path(above) / "ckpt-tools" / "transformers"
 
 
-def _installed() -> list[object] | None:
-    """Returns what tells the installed packages; None without transformers.
+def names_other_files(config: Mapping[str, Any]) -> bool:
+    """Tells whether transformers may read another file of the directory in place of the config."""
+    return "configuration_files" in config
 
-    A release number does not tell changes in a working copy, so sizes and times of all files do.
+
+def _installed() -> str | None:
+    """Returns what tells the installed packages; None if that is not known.
+
+    Of all packages, it is their release. A working copy of transformers has the same release after
+    an edit, so of its files it is their places, sizes and times.
     """
-    from importlib.metadata import version  # it imports what reads mails
+    from hashlib import sha256
+    from importlib.machinery import PathFinder
 
+    # a child process asks, which imports nothing from the working directory
+    places = [place for place in sys.path if place not in ("", os.getcwd())]
+    spec = PathFinder.find_spec("transformers", places)
+    roots = (spec.submodule_search_locations if spec is not None else None) or []
     try:
-        spec = importlib.util.find_spec("transformers")
-        releases = [version(name) for name in _PACKAGES]
-    except (ImportError, ValueError):
+        files = sorted(found for root in roots for found in _files_below(root))
+        releases = sorted(
+            entry.name
+            for place in places
+            if os.path.isdir(place)
+            for entry in os.scandir(place)
+            if entry.name.endswith((".dist-info", ".egg-info", ".egg-link"))
+        )
+    except OSError:
         return None
-    places = (spec.submodule_search_locations if spec is not None else None) or []
-    found = [stat for place in places for stat in _stats(place)]
-    if not found:
-        return None
-    newest, size = max(time for time, _ in found), sum(size for _, size in found)
-    return [sys.version, *releases, *places, len(found), newest, size]
+    told = repr([sys.version, releases, files])
+    return sha256(told.encode("utf-8", "surrogateescape")).hexdigest() if files else None
 
 
-def _stats(folder: str) -> Iterator[tuple[int, int]]:
-    """Yields time and size of each Python file below a directory."""
+def _files_below(folder: str) -> Iterator[tuple[str, int, int, int]]:
+    """Yields path, size and times of each Python file below a directory."""
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
+            if entry.is_dir():
                 if entry.name != "__pycache__":
-                    yield from _stats(entry.path)
-            elif entry.name.endswith(".py"):
+                    yield from _files_below(entry.path)
+            elif entry.name.endswith(".py") and entry.is_file():
                 about = entry.stat()
-                yield about.st_mtime_ns, about.st_size
+                yield entry.path, about.st_size, about.st_mtime_ns, about.st_ctime_ns

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tools.core.box import BoxIndex
 from ckpt_tools.core.catalog import ChunkList, TensorEntry
 from ckpt_tools.core.grid import Relation
-from ckpt_tools.core.relations import assemble, is_whole
+from ckpt_tools.core.relations import SourceIndexes, assemble, is_whole
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.operations.convert.training_state import OptimizerState, TrainingState
@@ -91,7 +90,7 @@ class _Change:
         self.relations, self.left, self.right = relations, left, right
         self.source, self._raw = source, raw
         self._cut: dict[int, tuple[TensorEntry, TensorEntry]] = {}  # by identity
-        self.indexes: dict[int, BoxIndex] = {}
+        self.indexes = SourceIndexes()
         self.parts_of = {
             made: [*dict.fromkeys(relation.left.name for relation in found)]
             for made, found in relations.items()

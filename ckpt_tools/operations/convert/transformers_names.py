@@ -29,6 +29,7 @@ from ckpt_tools.core.relations import (
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.operations.convert.child_process import ask
+from ckpt_tools.operations.convert.known_answers import names_other_files
 from ckpt_tools.operations.convert.model_names import some
 from ckpt_tools.operations.convert.relate import located, relate
 from ckpt_tools.operations.convert.training_state import TrainingState, refuse_unnamed
@@ -186,7 +187,8 @@ def ask_transformers(
         PlanError: transformers did not end.
     """
     asked = {"architectures": config.get("architectures")}
-    key = json.dumps([asked, config], sort_keys=True, default=str)
+    where = os.path.abspath(base) if names_other_files(config) else ""
+    key = json.dumps([asked, config, where], sort_keys=True, default=str)
     told = _told.get(key)  # a job that publishes asks again and again
     if told is None:
         told, reason = ask(_TRACE, base, config, asked)
