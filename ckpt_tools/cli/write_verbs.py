@@ -345,8 +345,8 @@ def convert(
         typer.Option(
             "--no-prove",
             help=(
-                "Do not make SRC again of what was written, by the inverse of all that was done, to"
-                " compare the two before DST appears."
+                "Skip the proof by the inverse, which makes SRC again of the written files, before"
+                " DST appears."
             ),
             rich_help_panel="More",
         ),

@@ -77,6 +77,7 @@ _OF_TORCHAO = tuple(
 _COMPANION = re.compile(r"(?:.+_)?(?:scales?|scale_ub|zero_point)")
 _SCALED = ("compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "quark", "finegrained_fp8")
 OF_TORCHAO, _OF_BITSANDBYTES = "torchao optimizer", "bitsandbytes 8-bit optimizer"
+OF_OPTIMIZERS = (OF_TORCHAO, _OF_BITSANDBYTES)
 # the first that fits counts
 SCHEMES = (
     Scheme(
@@ -182,7 +183,7 @@ def find_quantized(tensors: Mapping[str, TensorEntry]) -> dict[str, QuantizedWei
             found |= {name: weight for name in parts if name not in found}
             found[fqn] = weight
             break
-    of_model = (w for w in found.values() if w.scheme not in (OF_TORCHAO, _OF_BITSANDBYTES))
+    of_model = (w for w in found.values() if w.scheme not in OF_OPTIMIZERS)
     if (first := next(of_model, None)) is not None:  # they belong to no single weight
         for fqn, entry in tensors.items():
             last = fqn.rpartition(".")[2]

@@ -31,6 +31,10 @@ from ckpt_tools.errors import CatalogError, PlanError, printable
 _MAX_PIECES = 1 << 20  # of one tensor
 
 
+class PiecesError(PlanError):
+    """A tensor would consist of too many pieces."""
+
+
 class Coordinates(NamedTuple):
     """The coordinates of a grid along one dim of a tensor: `start + step · index[axis]`.
 
@@ -103,7 +107,7 @@ def assemble(
         for sizes, source, target in _aligned(relation, entry.shape, shape):
             chunks += _pieces(entry, index, sizes, source, target)
             if len(chunks) > most:
-                raise PlanError(
+                raise PiecesError(
                     f"more than {most:,} pieces of {printable(entry.fqn)!r} would become"
                     f" {printable(fqn)!r}"
                 )
@@ -356,7 +360,7 @@ def _split(relation: Relation, axis: int, together: int) -> Iterator[Relation]:
         )
         return
     if number > _MAX_PIECES:
-        raise PlanError(
+        raise PiecesError(
             f"more than {_MAX_PIECES:,} pieces of {printable(left.name)!r} would become"
             f" {printable(right.name)!r}"
         )
@@ -417,7 +421,7 @@ def relations_of(
         for part in indexed[relation.left.name].through(relation):
             pending.append(part)
             if len(pending) > _MAX_PIECES:
-                raise PlanError(
+                raise PiecesError(
                     f"{printable(name)!r} would consist of more than {_MAX_PIECES:,} pieces"
                 )
     return found[::-1]

@@ -31,7 +31,6 @@ from ckpt_tools.core.plan import Plan, Slot, TensorPlan, num_cells
 DEFAULT_MEMORY_BYTES = 64 << 20
 MIN_TILE_BYTES, MAX_TILE_BYTES = 64 << 10, 4 << 20
 _BUFFERS_PER_WORKER = 3
-_LONG_BYTES = 256 << 10
 
 
 class Read(NamedTuple):
@@ -209,18 +208,6 @@ def _tensor_reads(tensor: TensorPlan, tile_nbytes: int, max_tile_nbytes: int) ->
         read.nbytes
         for tile in _tiles(tensor, {}, tile_nbytes, max_tile_nbytes)
         for read in tile.reads
-    )
-
-
-def is_cut_in_rows(plan: Plan) -> bool:
-    """Tells whether a plan that `by_files` cuts has the same tiles, and costs little more.
-
-    Slots must have whole rows, where tiles end anyway. Chunks and slots must be long, since each
-    part of the plan handles them anew.
-    """
-    number = sum(len(tensor.chunks) + len(tensor.slots) for tensor in plan.tensors)
-    return plan.payload_bytes >= number * _LONG_BYTES and all(
-        slot.box.sizes[1:] == tensor.shape[1:] for tensor in plan.tensors for slot in tensor.slots
     )
 
 

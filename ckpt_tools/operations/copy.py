@@ -61,7 +61,8 @@ from ckpt_tools.storage import is_url, read, write_file
 from ckpt_tools.storage.retries import appeared, read_again_if_wrong
 from ckpt_tools.transfer.distribute import RankWork, collect, stage_together
 from ckpt_tools.transfer.options import Options, Path_, Reading, no_bar
-from ckpt_tools.transfer.transfer import batches_for, check_apart
+from ckpt_tools.transfer.order import batches_for
+from ckpt_tools.transfer.transfer import check_apart
 
 _ASKERS = 16
 _MAX_LAST_BYTES = 64 << 20  # largest file that can be held in memory, to be written last

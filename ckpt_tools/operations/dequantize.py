@@ -16,7 +16,7 @@ from ckpt_tools.core.catalog import Catalog, Extent, QuantizedWeight, TensorEntr
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.naming import model_only, strip_wrappers
 from ckpt_tools.core.plan import plan_values
-from ckpt_tools.core.quantized import OF_TORCHAO, described, weights_in
+from ckpt_tools.core.quantized import OF_OPTIMIZERS, OF_TORCHAO, described, weights_in
 from ckpt_tools.engine.computed import ComputedStore, PartsReading, numbers_file
 from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
 from ckpt_tools.engine.formulas import Formula
@@ -167,8 +167,8 @@ def dequantize(
         name: [*dict.fromkeys(part.name for part in formula.parts.values())]
         for name, formula in formulas.items()
     }
-    others = [w for w in weights_in(catalog.tensors.values()) if w.scheme != OF_TORCHAO]
-    is_all = all(weight.codes in names for weight in others)
+    every = [w for w in weights_in(catalog.tensors.values()) if w.scheme not in OF_OPTIMIZERS]
+    is_all = all(weight.codes in names for weight in every)
     shown, gone = _shown(catalog, done, is_all, names, formulas)
     left = f"; {len(gone):,} scales and the like are left out, such as" if gone else ""
     left += f" {printable(gone[0])!r}" if gone else ""

@@ -119,15 +119,14 @@ class Manifest:
     def _proof_note(self) -> str:
         found = self.source.get(PROOF)
         told = found if isinstance(found, dict) else {}
-        counts = [told.get(key) for key in ("num_tensors", "num_relations")]
-        if not all(type(count) is int for count in counts):
+        number, changed = told.get("num_tensors"), told.get("num_changed")
+        if type(number) is not int or type(changed) is not int:
             return ""
-        changed, in_part = told.get("num_changed"), told.get("in_part")
-        is_told = type(changed) is int and changed
-        rest = f"; {changed:,} tensors are cast or computed" if is_told else ""
+        in_part = told.get("in_part")
+        rest = f"; {changed:,} tensors are cast or computed" if changed else ""
         if isinstance(in_part, list) and in_part:
             rest += f"; of {len(in_part):,} there is a part"
-        return f"the inverse gave {counts[0]:,} tensors of the source back{rest}"
+        return f"the inverse gave {number:,} tensors of the source back{rest}"
 
     @property
     def delta_files(self) -> Mapping[str, tuple[int, str]]:

@@ -21,6 +21,8 @@ from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.base import Capabilities, StoreDefaults, Writer, check_path
 
 _FLUSH_BYTES = 32 << 20
+# longer ones make the kernel look for huge pages, which a virtual machine may have to fetch first
+_WRITE_BYTES = 512 << 10
 _SHORT_BYTES = 8 << 10  # too short to be worth a system call
 _LONG_BYTES = 64 << 20
 _SETTLED_NS = 2_000_000_000  # a change after this time has another time
@@ -399,7 +401,7 @@ class _LocalWriter:
         at, view = start, memoryview(data)
         try:
             while len(view):
-                count = os.pwrite(self._fd, view, at)
+                count = os.pwrite(self._fd, view[:_WRITE_BYTES], at)
                 at, view = at + count, view[count:]
         except OSError as error:
             raise failed("write", self.path, error) from error

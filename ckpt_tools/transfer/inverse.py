@@ -17,15 +17,13 @@ from ckpt_tools.core.catalog import Catalog, Chunk, ChunkList, Extent, TensorEnt
 from ckpt_tools.core.checksum import hex64
 from ckpt_tools.core.coverage import cover_error
 from ckpt_tools.core.grid import Relation, same_elements
-from ckpt_tools.core.plan import Plan, TensorPlan, plan_values
-from ckpt_tools.core.relations import SourceIndexes, assemble, is_whole
-from ckpt_tools.engine.execute import execute_batches
-from ckpt_tools.engine.schedule import schedule
-from ckpt_tools.engine.sinks import HashSink
+from ckpt_tools.core.plan import Plan, TensorPlan
+from ckpt_tools.core.relations import PiecesError, SourceIndexes, assemble, is_whole
 from ckpt_tools.errors import IntegrityError, PlanError, printable
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.ranks.base import Group
 from ckpt_tools.storage import Store
+from ckpt_tools.transfer.prove import hash_tensors
 
 _MOST_NOTED = 100_000  # relations in a manifest
 _MOST_PIECES = 1 << 16  # of one tensor
@@ -138,9 +136,9 @@ class InverseProof(NamedTuple):
     """What came back.
 
     Attributes:
-        num_tensors, nbytes: of the source.
+        num_tensors, nbytes: of the source; on rank 0.
         by_reading: stored tensors that consist of too many pieces of the result. Instead, their
-            bytes in the source were compared with the seal.
+            bytes in the source were compared with the seal, if there is one.
         read_nbytes: bytes of the source that were read for the proof; on rank 0, by all ranks.
         about: for the manifest; empty on other ranks than 0.
     """
@@ -153,7 +151,13 @@ class InverseProof(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What one rank has read: fingerprints of ways by number, and of stored tensors by name."""
+    """Fingerprints that one rank has computed.
+
+    Attributes:
+        back: by the number of a way, of the tensor that was made again.
+        stored: by name, of tensors of the source that were read again.
+        nbytes: bytes of these.
+    """
 
     back: Mapping[int, int]
     stored: Mapping[str, int]
@@ -194,7 +198,7 @@ def prove_inverse(
         mine = _found(inverse, source, files, sealed, group, jobs, tiles)
     told = group.gather(mine, "gather fingerprints")
     about: Mapping[str, Any] = {}
-    proved, by_reading = dict[str, TensorEntry](), list[str]()
+    done, by_reading = inverse._replace(ways=[]), list[str]()
     with group.phase("compare with the source"):
         if not group.rank:
             back = {number: crc for found in told for number, crc in found.back.items()}
@@ -205,16 +209,16 @@ def prove_inverse(
                     as_read = computed.get(inverse.stored_as.get(made, made), 0)
                     expected = sealed.get(name, read.get(name, as_read))
                     _compare(source, way, expected, back[number])
-                    proved[name] = way.entry
                 else:
                     by_reading.append(name)
                     if name in sealed:
                         _compare(source, way, sealed[name], read[name])
-            kept = [way for number, way in enumerate(inverse.ways) if number in back]
-            about = _about(inverse._replace(ways=kept), {**read, **sealed})
+            done = inverse._replace(ways=[w for n, w in enumerate(inverse.ways) if n in back])
+            about = _about(done, {**read, **sealed})
+    proved = done.stored.values()
     return InverseProof(
         len(proved),
-        sum(entry.nbytes for entry in proved.values()),
+        sum(entry.nbytes for entry in proved),
         by_reading,
         sum(found.nbytes for found in told) if told else mine.nbytes,
         about,
@@ -239,14 +243,14 @@ def _found(
         back = _assembled(str(number), way, inverse.written, indexes)
         if back is not None:
             made.append(back)
-        # what is neither sealed nor as the copy has read it; or sealed, and proved by nothing else
+        # nobody knows its fingerprint; or it is sealed, and nothing else proves its bytes
         if (back is None) == (way.entry.fqn in sealed) and not way.is_renaming:
             again[way.entry.fqn] = way.entry
     located = source.format.locate(source.store, [*again.values()])
-    back_crcs = _hashed(made, files, {}, jobs, tiles)
+    back_crcs = hash_tensors(made, files, {}, jobs, tiles)
     return _Found(
         {int(name): crc for name, crc in back_crcs.items()},
-        _hashed([*again.values()], source.store, located, jobs, tiles),
+        hash_tensors([*again.values()], source.store, located, jobs, tiles),
         sum(entry.nbytes for entry in again.values()),
     )
 
@@ -265,7 +269,7 @@ def _assembled(
     shape = way.entry.shape if way.is_renaming else _cut_further(way.entry.shape, way.relations)
     try:
         made = assemble(name, shape, way.relations, written, indexes, _MOST_PIECES)
-    except PlanError:
+    except PiecesError:
         return None
     if not way.is_renaming and cover_error(Catalog("", {}), made) is not None:
         raise PlanError(
@@ -292,19 +296,6 @@ def _cut_further(shape: tuple[int, ...], relations: Sequence[Relation]) -> tuple
     if not all(strides) or any(a % s for a, s in zip(above, strides, strict=True)):
         return shape
     return tuple(a // s for a, s in zip(above, strides, strict=True) if a != s) or shape
-
-
-def _hashed(
-    tensors: Sequence[TensorEntry],
-    store: Store,
-    located: Mapping[Extent, Extent],
-    jobs: int,
-    tiles: tuple[int, int],
-) -> dict[str, int]:
-    """Returns the fingerprints of tensors that are read from a store."""
-    sink = HashSink()
-    execute_batches(schedule(plan_values(tensors), located, *tiles), store, sink, jobs)
-    return sink.fingerprints.join()
 
 
 def _compare(source: Source, way: WayBack, expected: int, got: int) -> None:

@@ -17,7 +17,7 @@ from ckpt_tools.core.catalog import (
 from ckpt_tools.core.checksum import crc32, hex64
 from ckpt_tools.core.coverage import replicas
 from ckpt_tools.core.dtypes import BY_NAME, DType
-from ckpt_tools.core.plan import Plan, Slot, Target, TensorPlan, plan_overlaps
+from ckpt_tools.core.plan import Plan, Slot, Target, TensorPlan, plan_overlaps, plan_values
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.execute import execute_batches
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
@@ -27,7 +27,7 @@ from ckpt_tools.formats.registry import Source
 from ckpt_tools.formats.zip.verify import examine
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.ranks.base import ALONE, Group
-from ckpt_tools.storage import read
+from ckpt_tools.storage import Store, read
 
 
 class SealedFingerprint(NamedTuple):
@@ -144,6 +144,27 @@ def _prove_objects(source: Source, catalog: Catalog, plan: Plan) -> None:
                 f"{printable(extents[found.extent])!r} {what} ({catalog.where(found.extent.file)})",
                 hint="ckpt verify names everything; ckpt salvage writes what is whole",
             )
+
+
+def hash_tensors(
+    tensors: Sequence[TensorEntry],
+    store: Store,
+    located: Payloads,
+    jobs: int,
+    tiles: tuple[int, int],
+) -> dict[str, int]:
+    """Reads tensors, and returns their fingerprints by name.
+
+    Args:
+        tensors: to read.
+        store: that has them.
+        located: the positions of packed payloads.
+        jobs: threads.
+        tiles: see `tile_bytes`.
+    """
+    sink = HashSink()
+    execute_batches(schedule(plan_values(tensors), located, *tiles), store, sink, jobs)
+    return sink.fingerprints.join()
 
 
 def prove_replicas(

@@ -1,4 +1,4 @@
-"""Proves the bytes of tensors that are cut, joined or reordered on the way.
+"""Proves the bytes of tensors that are cut, joined, reordered or cast on the way.
 
 The fingerprint of a tensor is that of its stretches, one after the other. So the results of a cut
 tensor prove its bytes, if they are all of it, and sealed tensors prove what they are joined to.
@@ -13,13 +13,10 @@ from typing import NamedTuple
 
 from ckpt_tools.core.catalog import RAW, Catalog, TensorEntry
 from ckpt_tools.core.checksum import join_crc64
-from ckpt_tools.core.plan import Plan, plan_values
-from ckpt_tools.engine.execute import execute_batches
-from ckpt_tools.engine.schedule import schedule
-from ckpt_tools.engine.sinks import HashSink
+from ckpt_tools.core.plan import Plan
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.publish.manifest import Manifest
-from ckpt_tools.transfer.prove import SealedFingerprint, prove_fingerprints
+from ckpt_tools.transfer.prove import SealedFingerprint, hash_tensors, prove_fingerprints
 
 
 class Stretch(NamedTuple):
@@ -163,10 +160,9 @@ def prove_apart(
     tensors = [source.catalog.tensors[fqn] for fqn in names]
     if not tensors:
         return
-    sink, located = HashSink(), source.format.locate(source.store, tensors)
-    execute_batches(schedule(plan_values(tensors), located, *tiles), source.store, sink, jobs)
+    located = source.format.locate(source.store, tensors)
     expected = {fqn: proofs.sealed[fqn] for fqn in names}
-    prove_fingerprints(source, expected, sink.fingerprints.join())
+    prove_fingerprints(source, expected, hash_tensors(tensors, source.store, located, jobs, tiles))
 
 
 def prove_stretches(source: Source, proofs: StretchProofs, computed: Mapping[str, int]) -> None:

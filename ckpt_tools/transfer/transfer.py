@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, zip_longest
 from typing import Any
 
 from ckpt_tools.core.catalog import Catalog, Extent, Payloads
@@ -21,14 +20,9 @@ from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
 from ckpt_tools.engine.execute import Alter, Totals, execute_batches
 from ckpt_tools.engine.schedule import (
-    ALL,
     DEFAULT_MEMORY_BYTES,
     Batch,
-    Share,
-    by_files,
-    is_cut_in_rows,
     read_nbytes,
-    schedule,
     tile_bytes,
 )
 from ckpt_tools.engine.sinks import WriteSink
@@ -53,13 +47,14 @@ from ckpt_tools.publish.manifest import (
 from ckpt_tools.publish.sealed_source import checked_manifest
 from ckpt_tools.publish.step_names import number_in
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
-from ckpt_tools.storage import Store, WritableStore, is_url, local_path
+from ckpt_tools.storage import Store, is_url, local_path
 from ckpt_tools.storage.retries import read_again_if_wrong
 from ckpt_tools.transfer.aliases import join_aliases
 from ckpt_tools.transfer.distribute import RankWork, collect, stage_together
 from ckpt_tools.transfer.exchange import in_rounds
 from ckpt_tools.transfer.inverse import Inverse, InverseProof, inverse_of, prove_inverse
 from ckpt_tools.transfer.options import Options, no_bar
+from ckpt_tools.transfer.order import batches_for
 from ckpt_tools.transfer.prove import (
     SealedFingerprint,
     prove_fingerprints,
@@ -71,9 +66,6 @@ from ckpt_tools.transfer.resume import Resume, forget
 from ckpt_tools.transfer.server_copy import ServerCopy, plan_within
 from ckpt_tools.transfer.stretches import prove_apart, prove_stretches, stretch_proofs
 
-# each holds a part of 8 MiB, or two; 4 take a tenth less memory and read columns more often
-_STREAMS = 12
-_MOST_IN_TURN = 4  # files, or sets of files
 _SHOWN = 6  # names of what the source lacks
 
 
@@ -450,9 +442,8 @@ class Transfer:
         """Makes the source again of the files that were written."""
         sealed = self.sealed.tensors if self.sealed else {}
         copied = self.server_copy.fingerprints.keys() if self.server_copy else ()
-        with self.group.phase("plan the inverse"):
-            inverse = inverse.without(copied)
-            known = {w.entry.fqn for w in inverse.ways} & sealed.keys()
+        inverse = inverse.without(copied)
+        known = inverse.stored.keys() & sealed.keys()
         with self.resume.forgotten_if_wrong(attempt):
             self.proof = prove_inverse(
                 inverse,
@@ -616,34 +607,6 @@ class Transfer:
 def _add(counts: dict[str, int], more: Mapping[str, int]) -> None:
     for fqn, count in more.items():
         counts[fqn] = counts.get(fqn, 0) + count
-
-
-def batches_for(
-    plan: Plan,
-    located: Payloads,
-    tiles: tuple[int, int],
-    store: WritableStore,
-    share: Share = ALL,
-    jobs: int = 1,
-) -> Iterator[Batch]:
-    """Schedules a plan.
-
-    A store that takes streams gets a few files at a time. On a disk each of `jobs` threads has
-    files of its own, since a file system lets one thread write to a file at a time.
-    """
-    if not store.capabilities.can_write_anywhere:
-        plans = by_files(plan, _STREAMS)
-        return chain.from_iterable(schedule(part, located, *tiles, share) for part in plans)
-    count = min(jobs, _MOST_IN_TURN, len(plan.target.file_sizes))
-    if count < 2 or share != ALL or not is_cut_in_rows(plan):
-        return schedule(plan, located, *tiles, share)
-    plans = by_files(plan, -(-len(plan.target.file_sizes) // count))
-    return _in_turn([schedule(part, located, *tiles) for part in plans])
-
-
-def _in_turn(schedules: Sequence[Iterator[Batch]]) -> Iterator[Batch]:
-    """Yields a batch of each schedule, and begins again."""
-    return (batch for found in zip_longest(*schedules) for batch in found if batch is not None)
 
 
 def check_apart(src: str, dst: str) -> None:

@@ -72,33 +72,14 @@ def main() -> None:
     step, base, hub, peer = make(args.dir, args.layers, args.ranks, args.tiny)
     out, back = args.dir / "out", args.dir / "back"
     ckpt = [sys.executable, "-m", "ckpt_tools.cli.app", "convert", "--quiet", "--base", base]
+    to_memory: list[str | Path] = [*ckpt, hub, back, "--to", "dcp", "--names", "transformers"]
+    to_memory += ["--ranks", str(args.ranks)]
     commands: dict[str, list[str | Path]] = {
         "to the Hub's names": [*ckpt, step, out, "--to", "hf"],
         "the same without proof": [*ckpt, step, out, "--to", "hf", "--no-prove"],
         "cat of the result": ["sh", "-c", f"cat {hub}/*.safetensors > /dev/null"],
-        "back to those of memory": [
-            *ckpt,
-            hub,
-            back,
-            "--to",
-            "dcp",
-            "--ranks",
-            str(args.ranks),
-            "--names",
-            "transformers",
-        ],
-        "the same without its proof": [
-            *ckpt,
-            hub,
-            back,
-            "--to",
-            "dcp",
-            "--ranks",
-            str(args.ranks),
-            "--names",
-            "transformers",
-            "--no-prove",
-        ],
+        "back to those of memory": to_memory,
+        "the same without its proof": [*to_memory, "--no-prove"],
         "cp and fsync": ["sh", "-c", f"cp -r {step} {args.dir / 'cp'} && sync {args.dir}/cp/*"],
     }
     if not args.no_peer:

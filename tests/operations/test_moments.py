@@ -197,3 +197,21 @@ def test_diff_tells_kinds_of_moments_apart(tmp_path: Path) -> None:
         "torchao optimizer, 4 bits, uint8",
     )
     assert not result.differences
+
+
+def test_an_optimizer_of_codes_does_not_keep_scales_of_a_model_of_numbers(tmp_path: Path) -> None:
+    """8-bit states of bitsandbytes stay codes, and have no part in the model's scales."""
+    state = {"state1": torch.zeros(256, 256, dtype=torch.uint8)}
+    state |= {"qmap1": torch.zeros(256), "absmax1": torch.zeros(256), "step": torch.tensor(1.0)}
+    model = {
+        "l.weight": torch.randn(256, 256).to(torch.float8_e4m3fn),
+        "l.weight_scale": torch.tensor(2.0),
+        "l.input_scale": torch.tensor(3.0),
+    }
+    groups = [{"params": ["l.weight"]}]
+    optimizer = {"state": {"l.weight": state}, "param_groups": groups}
+    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "s.pt")
+    ckpt_tools.convert(tmp_path / "s.pt", tmp_path / "o.pt", to="torch", dtype="bf16")
+    got = torch.load(tmp_path / "o.pt")
+    assert got["model"].keys() == {"l.weight"}
+    assert got["optimizer"]["state"]["l.weight"]["state1"].dtype == torch.uint8

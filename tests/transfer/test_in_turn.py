@@ -13,7 +13,7 @@ from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.plan import Plan, Slot, Target, plan_transfer
 from ckpt_tools.engine.schedule import Batch, shares
 from ckpt_tools.storage.local import LocalStore
-from ckpt_tools.transfer.transfer import batches_for
+from ckpt_tools.transfer.order import batches_for
 
 FLOAT = BY_NAME["float32"]
 TILES = (1 << 20, 4 << 20)

@@ -174,18 +174,18 @@ def prepare(
     if how.get("names") == TORCHTITAN and to == "dcp" and not is_model:
         how = {**how, "optimizer": how.get("optimizer") or "flat"}  # as torchtitan names it
     numbers = Dequantized(source, source)
-    changes_moments = not is_model and (
+    weights = weights_in(source.catalog.tensors.values())
+    moments = {part for w in weights if w.scheme == OF_TORCHAO for part in w.parts}
+    may_copy = is_model or not (
         TARGETS[to].is_local or any(how.get(key) for key in ("optimizer", "key_map", "names"))
     )
-    if how.get("dtype") is not None or changes_moments:
+    if how.get("dtype") is not None or (moments and not may_copy):
         is_kept = matcher(how.get("keep_dtype", ()))
-        every = weights_in(source.catalog.tensors.values())
-        moments = {part for w in every if w.scheme == OF_TORCHAO for part in w.parts}
         numbers = dequantize(
             source,
             lambda name: name not in moments and is_kept(name),
             of_model=how.get("dtype") is not None,
-            of_optimizers=changes_moments,
+            of_optimizers=not may_copy,
         )
         numbers.refuse_resume(how.get("resume", False))
     source = numbers.shown

@@ -1,9 +1,9 @@
-"""Keeps what transformers has answered about a model, for the next command.
+"""Keeps the answers of transformers about a model, for this process and for the next command.
 
 To ask takes some 4 s, most of it for imports. The answer depends on the question, on the model's
 configuration, and on the installed packages; the name of its file is a hash of these. The files lie
-in `$CKPT_CACHE`, else in `ckpt-tools` in the user's cache directory. An empty `CKPT_CACHE` turns
-this off.
+in `$CKPT_CACHE`, else in `ckpt-tools` in the user's cache directory. With an empty `CKPT_CACHE`,
+there are none.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import stat
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,64 +25,90 @@ from ckpt_tools.storage import write_file
 from ckpt_tools.storage.local import LocalStore
 
 _NAME = re.compile(r"[0-9a-f]{64}\.json(?:\.[0-9a-f]{8})?")
-_MOST = 64  # answers that are kept
+_MOST, _MOST_TOLD = 64, 4  # answers that are kept in files, and in this process
 _MAX_BYTES = 64 << 20
 
 
+_told: dict[str, Any] = {}  # in this process, the newest last: a job that publishes asks again
+
+
 class KnownAnswer:
-    """The file of the answer to one question."""
+    """The answer to one question, if it has been given before."""
 
     def __init__(self, code: str, question: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        """Finds the file.
+        """Takes the question.
 
         Args:
-            code: what is run to ask.
-            question: without anything that the answer does not depend on.
-            config: of the model.
+            code: asks the question.
+            question: all that the answer depends on, but for the config.
+            config: of the model. An answer is not kept if it names other files.
         """
-        self._file: Path | None = None
-        folder = _folder()
-        installed = None if folder is None or names_other_files(config) else _installed()
-        if folder is not None and installed is not None:
-            from hashlib import sha256  # with OpenSSL: 3.5 MiB
-
-            told = [code, question, config, installed]
-            text = json.dumps(told, sort_keys=True, default=str)
-            self._file = folder / f"{sha256(text.encode()).hexdigest()}.json"
+        self._key = ""
+        if "configuration_files" not in config:  # transformers may read one of these instead
+            self._key = _hash([code, question, config])
 
     def read(self) -> Any:
         """Returns the answer; None if it is not known."""
-        if self._file is None:
+        if self._key in _told:
+            return _told[self._key]
+        file = self._file
+        if file is None:
             return None
         try:
-            about = self._file.stat()
+            about = file.stat()
             if not stat.S_ISREG(about.st_mode) or about.st_size > _MAX_BYTES:
                 return None
-            crc, _, data = self._file.read_bytes().partition(b"\n")
+            crc, _, data = file.read_bytes().partition(b"\n")
             if crc.decode("ascii") != hex64(crc64nvme(data)):
                 return None
             answer = json.loads(data)
             with suppress(OSError):
-                os.utime(self._file)  # the oldest are removed
+                os.utime(file)  # the oldest are removed
         except (OSError, ValueError, RecursionError):
             return None
+        self._remember(answer)
         return answer
 
     def keep(self, answer: Any) -> None:
-        """Keeps an answer, if the directory can be written to."""
-        if self._file is None:
+        """Keeps an answer; in a file, if the directory can be written to."""
+        if not self._key:
             return
-        data, folder = json.dumps(answer).encode(), self._file.parent
-        own = f"{self._file.name}.{os.urandom(4).hex()}"  # nobody reads half of a file
+        self._remember(answer)
+        file = self._file
+        if file is None:
+            return
+        data, folder = json.dumps(answer).encode(), file.parent
+        own = f"{file.name}.{os.urandom(4).hex()}"  # nobody reads half of a file
         with suppress(OSError, StorageError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             text = hex64(crc64nvme(data)).encode("ascii") + b"\n" + data
             write_file(LocalStore(folder), own, text)
-            os.replace(folder / own, self._file)
+            os.replace(folder / own, file)
             mine = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
             there = sorted(mine, key=lambda path: path.stat().st_mtime)
             for path in there[:-_MOST]:
                 path.unlink(missing_ok=True)
+
+    def _remember(self, answer: Any) -> None:
+        while len(_told) >= _MOST_TOLD:
+            _told.pop(next(iter(_told)), None)
+        _told[self._key] = answer
+
+    @cached_property
+    def _file(self) -> Path | None:
+        """Returns the file; None if there can be none."""
+        folder = _folder() if self._key else None
+        installed = None if folder is None else _installed()
+        if folder is None or installed is None:
+            return None
+        return folder / f"{_hash([self._key, installed])}.json"
+
+
+def _hash(told: object) -> str:
+    from hashlib import sha256  # with OpenSSL: 3.5 MiB
+
+    text = json.dumps(told, sort_keys=True, default=str)
+    return sha256(text.encode()).hexdigest()
 
 
 def _folder() -> Path | None:
@@ -95,18 +122,12 @@ def _folder() -> Path | None:
     return Path(above) / "ckpt-tools" / "transformers"
 
 
-def names_other_files(config: Mapping[str, Any]) -> bool:
-    """Tells whether transformers may read another file of the directory in place of the config."""
-    return "configuration_files" in config
-
-
-def _installed() -> str | None:
-    """Returns what tells the installed packages; None if that is not known.
+def _installed() -> list[Any] | None:
+    """Returns facts that tell the installed packages; None if they are not known.
 
     Of all packages, it is their release. A working copy of transformers has the same release after
     an edit, so of its files it is their places, sizes and times.
     """
-    from hashlib import sha256
     from importlib.machinery import PathFinder
 
     # a child process asks, which imports nothing from the working directory
@@ -124,8 +145,7 @@ def _installed() -> str | None:
         )
     except OSError:
         return None
-    told = repr([sys.version, releases, files])
-    return sha256(told.encode("utf-8", "surrogateescape")).hexdigest() if files else None
+    return [sys.version, releases, files] if files else None
 
 
 def _files_below(folder: str) -> Iterator[tuple[str, int, int, int]]:

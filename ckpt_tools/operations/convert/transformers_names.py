@@ -12,7 +12,6 @@ calls.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from ckpt_tools.core.relations import (
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.operations.convert.child_process import ask
-from ckpt_tools.operations.convert.known_answers import names_other_files
 from ckpt_tools.operations.convert.model_names import some
 from ckpt_tools.operations.convert.relate import located, relate
 from ckpt_tools.operations.convert.training_state import TrainingState, refuse_unnamed
@@ -170,10 +168,6 @@ class ModelNames:
         return found
 
 
-_MOST_TOLD = 4
-_told: dict[str, Any] = {}  # answers by configuration, the newest last
-
-
 def ask_transformers(
     base: str | os.PathLike[str], config: Mapping[str, Any]
 ) -> tuple[ModelNames | None, str]:
@@ -187,16 +181,9 @@ def ask_transformers(
         PlanError: transformers did not end.
     """
     asked = {"architectures": config.get("architectures")}
-    where = os.path.abspath(base) if names_other_files(config) else ""
-    key = json.dumps([asked, config, where], sort_keys=True, default=str)
-    told = _told.get(key)  # a job that publishes asks again and again
+    told, reason = ask(_TRACE, base, config, asked)
     if told is None:
-        told, reason = ask(_TRACE, base, config, asked)
-        if told is None:  # another time it may answer
-            return None, reason
-        while len(_told) >= _MOST_TOLD:
-            _told.pop(next(iter(_told)), None)
-        _told[key] = told
+        return None, reason
     joined = {
         name: JoinedMemory(tuple(shape), [(tuple(at), _strided(*view)) for at, *view in parts])
         for name, (shape, parts) in told["joined"].items()
