@@ -206,7 +206,7 @@ def test_an_optimizer_of_codes_does_not_keep_scales_of_a_model_of_numbers(tmp_pa
     model = {
         "l.weight": torch.randn(256, 256).to(torch.float8_e4m3fn),
         "l.weight_scale": torch.tensor(2.0),
-        "l.input_scale": torch.tensor(3.0),
+        "l.k_scale": torch.tensor(3.0),
     }
     groups = [{"params": ["l.weight"]}]
     optimizer = {"state": {"l.weight": state}, "param_groups": groups}
