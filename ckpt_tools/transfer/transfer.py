@@ -458,7 +458,8 @@ class Transfer:
         self.totals.read_nbytes += self.proof.read_nbytes
         if copied:
             self.notes.append(
-                f"not read again for the proof: {len(copied):,} tensors, copied by the store itself"
+                f"not read again for the proof: {len(copied):,} tensors that were cloned, or copied"
+                " by the store"
             )
         self._note_unproved("are cast or computed", inverse.changed)
         self._note_unproved("are there in part", inverse.in_part)

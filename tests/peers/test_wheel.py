@@ -13,8 +13,12 @@ from safetensors.torch import load_file, save_file
 ROOT = Path(__file__).parents[2]
 
 
-def run(*words: object, **more: object) -> str:
-    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, **more)  # type: ignore[call-overload]
+def run(*words: object, cwd: Path | None = None) -> str:
+    """What a command says that sees no other copy of the package: pip would take it for installed."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        list(map(str, words)), capture_output=True, text=True, env=environment, cwd=cwd
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return str(done.stdout)
 
@@ -25,13 +29,13 @@ def test_the_wheel_installs_into_an_empty_environment_and_runs(tmp_path: Path) -
     assert sdist.stat().st_size > 100_000
     run(sys.executable, "-m", "venv", tmp_path / "venv")
     bin_ = tmp_path / "venv" / "bin"
-    quiet = ("--quiet", "--disable-pip-version-check")
-    run(bin_ / "python", "-m", "pip", "install", *quiet, "-c", ROOT / "constraints.txt", wheel)
+    pip = (bin_ / "python", "-m", "pip", "install", "--disable-pip-version-check")
+    said = run(*pip, "-c", ROOT / "constraints.txt", wheel, cwd=tmp_path)
+    assert (bin_ / "ckpt").exists(), said
     save_file({"w": torch.arange(6.0)}, tmp_path / "a.safetensors")
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     for words in (["inspect"], ["verify"]):
-        run(bin_ / "ckpt", *words, "a.safetensors", cwd=tmp_path, env=environment)
-    run(bin_ / "ckpt", "merge", "a.safetensors", "b.safetensors", cwd=tmp_path, env=environment)
+        run(bin_ / "ckpt", *words, "a.safetensors", cwd=tmp_path)
+    run(bin_ / "ckpt", "merge", "a.safetensors", "b.safetensors", cwd=tmp_path)
     assert torch.equal(load_file(tmp_path / "b.safetensors")["w"], torch.arange(6.0))
     assert "ckpt reshard" in (tmp_path / "venv" / "share" / "man" / "man1" / "ckpt.1").read_text()
     found = run(
