@@ -120,9 +120,11 @@ class Manifest:
         found = self.source.get(PROOF)
         told = found if isinstance(found, dict) else {}
         number, changed = told.get("num_tensors"), told.get("num_changed")
-        if type(number) is not int or type(changed) is not int or not number + changed:
-            return ""  # all was cloned
         in_part = told.get("in_part")
+        if type(number) is not int or type(changed) is not int:
+            return ""
+        if not number and not changed and not in_part:
+            return ""  # all was cloned
         rest = f"; {changed:,} tensors are cast or computed" if changed else ""
         if isinstance(in_part, list) and in_part:
             rest += f"; of {len(in_part):,} there is a part"
