@@ -59,6 +59,16 @@ CASES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _environment_stays() -> Iterator[None]:
+    """A test leaves no environment to the next one: pip takes what PYTHONPATH has for installed."""
+    before = dict(os.environ)
+    yield
+    now = {name: os.environ.get(name) for name in {*before, "PYTHONPATH"}}
+    del now["PYTEST_CURRENT_TEST"]
+    assert {n: v for n, v in now.items() if v != before.get(n)} == {}
+
+
 def torchrun(num_ranks: int, script: str, *args: str, **environment: str) -> None:
     """Runs a script of tests/dist on real gloo processes, and shows what it printed if it fails."""
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH} | environment

@@ -102,6 +102,7 @@ def interrupt(
     is_time: Callable[[], bool],
     number: int = signal.SIGKILL,
     member: int | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Starts a command and sends it, or one of its ranks, a signal once it is time; returns what it
     came to.
@@ -120,6 +121,7 @@ def interrupt(
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
+        env=environment,
         start_new_session=True,
     ) as job:
         try:

@@ -83,9 +83,8 @@ def kill(host: str, num_ranks: int, out: Path, root: Path, wanted: dict[str, Any
     def is_saving() -> bool:
         return (len(steps_in(root)) >= 2 and any(root.glob(".tmp.*"))) or len(steps_in(root)) >= 3
 
-    os.environ |= environment()
     member = random.randrange(num_ranks) if num_ranks else None
-    done = jobs.interrupt(words, is_saving, signal.SIGKILL, member)
+    done = jobs.interrupt(words, is_saving, signal.SIGKILL, member, environment())
     assert done.returncode != 0 and steps_in(root)
 
 
@@ -539,9 +538,8 @@ def test_verl_killed_during_a_save_has_the_losses_of_one_that_was_not(
     def is_saving() -> bool:
         return (len(saved()) >= 2 and any(part.glob("global_step_*/.tmp.*"))) or len(saved()) >= 6
 
-    os.environ |= environment(**OURS)
-    words = command("verl", num_ranks, part, {"steps": 20})
-    jobs.interrupt(words, is_saving, signal.SIGKILL, random.randrange(num_ranks))
+    words, member = command("verl", num_ranks, part, {"steps": 20}), random.randrange(num_ranks)
+    jobs.interrupt(words, is_saving, signal.SIGKILL, member, environment(**OURS))
     assert saved() and saved()[-1] < 20
     run("verl", num_ranks, part, {"steps": 20, "from": saved()[-1]}, **OURS)
     assert losses(part) == losses(whole) and all(len(x) == 20 for x in losses(whole).values())
