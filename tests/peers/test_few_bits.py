@@ -38,6 +38,7 @@ def test_moments_of_few_bits_go_on_as_without_the_interruption(kind: str, tmp_pa
     run(2, tmp_path, kind, "steps")
     run(2, tmp_path, kind, "again")
     run(3, tmp_path, kind, "resume")
+    run(3, tmp_path, kind, "uneven")
     if kind == "AdamW8bit":
         for num_ranks, what in ((1, "resume"), (2, "used"), (2, "columns")):
             run(num_ranks, tmp_path, kind, what)

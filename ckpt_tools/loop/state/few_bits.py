@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from ckpt_tools.core.placements import (
     rank_boxes,
 )
 from ckpt_tools.errors import PlanError, printable
-from ckpt_tools.loop.state.shards import local_part
+from ckpt_tools.loop.state.shards import Part, local_part, local_shards
 
 CODES, SCALE, TABLE = "codes", "scale", "qmap"
 PARTS = (CODES, SCALE, TABLE)
@@ -139,8 +139,8 @@ def rooms_for(
 ) -> dict[str, torch.Tensor]:
     """Returns memory for the parts of a moment, sharded like its parameter.
 
-    A part that this job's ranks cut, or that has another shape, gets memory as it is stored:
-    `moment_of_parts` refuses it.
+    If this job's ranks cut blocks, a rank gets memory for all blocks that it has elements of. Parts
+    of another shape get memory as they are stored: `moment_of_parts` refuses them.
 
     Args:
         parameter: whose moment it is.
@@ -150,8 +150,13 @@ def rooms_for(
     codes, scale = stored[CODES][0], stored[SCALE][0]
     block = codes[-1] * per_code // scale[-1] if codes and scale and scale[-1] else 0
     local, rooms = local_part(parameter), dict[str, torch.Tensor]()
+    is_cut = block > 0 and not _fits(parameter, block)
+    fits = (*codes[:-1], codes[-1] * per_code) == parameter.shape if codes else False
     for part, (shape, dtype) in stored.items():
         per = {CODES: per_code, SCALE: block}.get(part, 0)
+        if per and is_cut and fits and scale[:-1] == codes[:-1]:
+            rooms[part] = Part(shape, _blocks_of(parameter, block, per), dtype)
+            continue
         if not per or not _fits(parameter, per):
             rooms[part] = torch.zeros(shape, dtype=dtype, device="cpu")
             continue
@@ -161,8 +166,34 @@ def rooms_for(
     return rooms
 
 
+def _blocks_of(parameter: torch.Tensor, block: int, per: int) -> Box:
+    """Returns the box of codes or scales that has all blocks of which this rank has elements.
+
+    Args:
+        parameter: whose moment it is.
+        block: elements of a block.
+        per: elements of a code or a scale.
+    """
+    own = _own_box(parameter)
+    first, stop = own.offsets[-1] // block, -(-own.ends[-1] // block)
+    offsets = (*own.offsets[:-1], first * block // per)
+    return Box(offsets, (*own.sizes[:-1], (stop - first) * block // per if own.numel else 0))
+
+
+def _own_box(parameter: torch.Tensor) -> Box:
+    """Returns the box of a parameter that this rank has."""
+    return next((shard.box for shard in local_shards({"": parameter})), Box((0,), (0,)))
+
+
+def is_cut(value: Any) -> bool:
+    """Tells whether the parts of a moment were loaded for a rank that cuts their blocks."""
+    return are_parts(value) and isinstance(value[SCALE], Part)
+
+
 def moment_of_parts(value: Any, parameter: torch.Tensor, optimizer: Optimizer, name: str) -> Any:
     """Returns the moment of which a mapping has the parts; any other value itself.
+
+    It is float32 if this job's ranks cut its blocks.
 
     Args:
         value: of a loaded optimizer's state.
@@ -184,25 +215,26 @@ def moment_of_parts(value: Any, parameter: torch.Tensor, optimizer: Optimizer, n
     local, table = local_part(parameter), value.get(TABLE)
     codes, scale = local_part(value[CODES]), local_part(value[SCALE])
     kind = next((k for k in _KINDS if _is_of(k, codes, table)), None)
+    if kind is not None and is_cut(value):
+        return _like(parameter, _own_numbers(value, parameter, kind), parameter.shape)
     if not local.numel():  # torchao keeps nothing of it
         return _like(parameter, torch.zeros_like(local), parameter.shape)
     per_code, blocks = kind.per_code if kind else 1, scale.shape[-1] if scale.dim() else 0
-    # memory that is not sharded like the parameter is that of parts which this job's ranks cut
-    is_whole = all(isinstance(value[part], DTensor) for part in (CODES, SCALE))
-    is_cut = isinstance(parameter, DTensor) and not is_whole
+    # what is not sharded like the parameter belongs to one of another shape
+    is_sharded_alike = all(isinstance(value[part], DTensor) for part in (CODES, SCALE))
     fits = (
-        blocks > 0
+        (is_sharded_alike or not isinstance(parameter, DTensor))
+        and blocks > 0
         and (*codes.shape[:-1], codes.shape[-1] * per_code) == tuple(local.shape)
         and scale.shape[:-1] == local.shape[:-1]
         and local.shape[-1] % blocks == 0
     )
-    if kind is None or is_cut or not fits:
+    if kind is None or not fits:
         raise PlanError(
             f"the parts of a moment of few bits do not fit: {printable(name)!r} has"
             f" codes {codes.dtype} {list(codes.shape)} and scales {list(scale.shape)} on this rank,"
             f" for a parameter of {list(local.shape)}",
-            hint="the ranks of this job cut its blocks, the parameter has another shape, or a part"
-            " was left out: load it on as many ranks as have saved it, or leave the optimizer out",
+            hint="the parameter has another shape, or a part was left out: leave the optimizer out",
         )
     scale = scale.reshape(-1)
     made, how = getattr(importlib.import_module(kind.module), kind.name), {"dtype": parameter.dtype}
@@ -214,6 +246,22 @@ def moment_of_parts(value: Any, parameter: torch.Tensor, optimizer: Optimizer, n
         codes = codes if kind.per_code == 1 else codes.reshape(-1)
         found = made(codes, scale, table, bool(table.min() < 0), *more, **how)
     return _like(parameter, found, parameter.shape)
+
+
+def _own_numbers(value: Any, parameter: torch.Tensor, kind: _Kind) -> torch.Tensor:
+    """Returns this rank's numbers of a moment whose blocks its ranks cut, as float32."""
+    codes, scale, own = local_part(value[CODES]), local_part(value[SCALE]), _own_box(parameter)
+    local = local_part(parameter)
+    if not local.numel():
+        return torch.zeros_like(local, dtype=torch.float32)
+    if kind.per_code == 2:  # the first of two lies in the upper half
+        codes = torch.stack([codes >> 4, codes & 15], dim=-1).flatten(-2)
+    values = value[TABLE][codes.int()] if kind.has_table else codes.to(torch.float32)
+    block = codes.shape[-1] // scale.shape[-1]
+    numbers = values.unflatten(-1, (scale.shape[-1], block)) * scale.unsqueeze(-1)
+    numbers = numbers.flatten(-2).narrow(-1, own.offsets[-1] % block, own.sizes[-1])
+    found: torch.Tensor = numbers.to(local.device, torch.float32).contiguous()
+    return found
 
 
 def _is_of(kind: _Kind, codes: torch.Tensor, table: torch.Tensor | None) -> bool:
@@ -237,6 +285,15 @@ def notes_on(optimizer: Any, name: str) -> list[str]:
         return []
     saved = ", ".join(sorted(found))
     return [f"{name}: moments stay as they were saved, {saved}; a new optimizer would have {mine}"]
+
+
+def notes_on_cut(names: Sequence[str], name: str) -> list[str]:
+    """Returns a note on the moments of an optimizer whose blocks this job's ranks cut."""
+    if not names:
+        return []
+    some = f"{printable(names[0])}{', …' * (len(names) > 1)}"
+    why = f"the ranks of this job cut the blocks of {len(names):,} moments of few bits"
+    return [f"{name}: {why}, which are loaded as float32, with the same numbers: {some}"]
 
 
 def keep_float32(optimizer: Optimizer, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:

@@ -29,10 +29,13 @@ from ckpt_tools.core.naming import strip_wrappers
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.state.few_bits import (
     are_parts,
+    is_cut,
     is_moment,
     is_torchao,
     keep_float32,
     moment_of_parts,
+    notes_on,
+    notes_on_cut,
     parts_of_moment,
     rooms_for,
 )
@@ -277,8 +280,12 @@ def extra_of(optimizer: Optimizer) -> dict[str, Any]:
 
 def load_optimizer(
     optimizer: Optimizer, given: Mapping[str, Any], holders: StateOwners, path: Key
-) -> None:
-    """Loads a result of `export_optimizer`. A parameter without state there gets none."""
+) -> list[str]:
+    """Loads a result of `export_optimizer`. A parameter without state there gets none.
+
+    Returns notes on moments of few bits.
+    """
+    cut: list[str] = []
     extra = {key: value for key, value in given.items() if key not in _OWN}
     state = {"state": {}} | {key: value for key, value in given.items() if key in _OWN}
     owner = _owner(optimizer, holders.modules)
@@ -291,6 +298,11 @@ def load_optimizer(
             names = _names(optimizer, holders, owner, path)
             parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
             of = dict(zip(names, parameters, strict=True))
+            every = ((n, values) for n, values in state["state"].items() if n in of)
+            of_parameters = ((n, values) for n, values in every if isinstance(values, Mapping))
+            cut = [
+                f"{n}.{k}" for n, values in of_parameters for k, v in values.items() if is_cut(v)
+            ]
             state["state"] = {
                 name: (
                     {
@@ -305,6 +317,7 @@ def load_optimizer(
             _load_by_name(optimizer, state, names)
             by_parameter = {of[n]: v for n, v in state["state"].items() if n in of}
             keep_float32(optimizer, by_parameter)
+    return [*notes_on_cut(cut, shown(path)), *notes_on(optimizer, shown(path))]
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckpt_tools.errors import PlanError, printable
-from ckpt_tools.loop.state.few_bits import notes_on
 from ckpt_tools.loop.state.modules import load_module
 from ckpt_tools.loop.state.objects import (
     Key,
@@ -170,8 +169,7 @@ class _Restorer:
             self.left += [f"{flat_name(path)}.{name}" for name in left]
         elif isinstance(value, Optimizer) and not is_container(value):
             with calling("load_state_dict", value, path):
-                load_optimizer(value, new, self.holders, path)
-            self.notes += notes_on(value, shown(path))
+                self.notes += load_optimizer(value, new, self.holders, path)
         elif is_generator(value):
             set_generator_state(value, new, path)
         elif has_state(value):

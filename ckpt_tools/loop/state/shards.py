@@ -37,6 +37,28 @@ class Shard(NamedTuple):
         return self.box.numel * self.dtype.itemsize
 
 
+class Part(torch.Tensor):
+    """A box of a tensor, for a load that needs no more of it; the box lies on no borders of a mesh.
+
+    It has shape and type of the whole tensor. Nothing computes with it.
+    """
+
+    box: Box
+    elements: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], box: Box, dtype: torch.dtype) -> Part:
+        """Takes the shape of the whole, the box, and the type; gets memory for the box."""
+        part: Part = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
+        part.box, part.elements = box, torch.zeros(box.sizes, dtype=dtype, device="cpu")
+        return part
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+        """Refuses all operators."""
+        raise TypeError(f"no operator takes a part of a tensor: {func}")
+
+
 def local_shards(tensors: Mapping[str, torch.Tensor]) -> list[Shard]:
     """Returns this rank's shards of all tensors, in their order.
 
@@ -66,6 +88,8 @@ def _pieces(
             (Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor.detach())
             for s in value.local_shards()
         ]
+    if isinstance(value, Part):
+        return [(value.box, value.elements)]
     if not isinstance(value, DTensor):
         _check_own_memory(fqn, value)
         check_one_tensor(fqn, value)
@@ -96,13 +120,15 @@ def _pieces(
 
 
 def local_part(value: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a DTensor; any other tensor itself."""
+    """Returns what this rank has of a DTensor or a `Part`; any other tensor itself."""
+    if isinstance(value, Part):
+        return value.elements
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def is_sharded(value: torch.Tensor) -> bool:
     """Tells whether a tensor knows which part of it lies on which rank."""
-    return isinstance(value, DTensor | ShardedTensor)
+    return isinstance(value, DTensor | ShardedTensor | Part)
 
 
 def is_meta(value: torch.Tensor) -> bool:
@@ -117,7 +143,11 @@ def has_own_memory(tensor: torch.Tensor) -> bool:
 
     It does not for sharded, sparse and nested tensors, and for subclasses that wrap others.
     """
-    if isinstance(tensor, ShardedTensor) or tensor.layout is not torch.strided or tensor.is_nested:
+    if (
+        isinstance(tensor, ShardedTensor | Part)
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+    ):
         return False
     return tensor.is_meta or not tensor.numel() or tensor.data_ptr() != 0
 
