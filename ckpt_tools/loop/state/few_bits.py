@@ -28,7 +28,7 @@ from ckpt_tools.core.placements import (
     rank_boxes,
 )
 from ckpt_tools.errors import PlanError, printable
-from ckpt_tools.loop.state.shards import Part, local_part, local_shards
+from ckpt_tools.loop.state.shards import BoxTensor, local_part, local_shards
 
 CODES, SCALE, TABLE = "codes", "scale", "qmap"
 PARTS = (CODES, SCALE, TABLE)
@@ -155,7 +155,7 @@ def rooms_for(
     for part, (shape, dtype) in stored.items():
         per = {CODES: per_code, SCALE: block}.get(part, 0)
         if per and is_cut and fits and scale[:-1] == codes[:-1]:
-            rooms[part] = Part(shape, _blocks_of(parameter, block, per), dtype)
+            rooms[part] = BoxTensor(shape, _blocks_of(parameter, block, per), dtype)
             continue
         if not per or not _fits(parameter, per):
             rooms[part] = torch.zeros(shape, dtype=dtype, device="cpu")
@@ -187,7 +187,7 @@ def _own_box(parameter: torch.Tensor) -> Box:
 
 def is_cut(value: Any) -> bool:
     """Tells whether the parts of a moment were loaded for a rank that cuts their blocks."""
-    return are_parts(value) and isinstance(value[SCALE], Part)
+    return are_parts(value) and isinstance(value[SCALE], BoxTensor)
 
 
 def moment_of_parts(value: Any, parameter: torch.Tensor, optimizer: Optimizer, name: str) -> Any:

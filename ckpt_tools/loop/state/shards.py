@@ -37,7 +37,7 @@ class Shard(NamedTuple):
         return self.box.numel * self.dtype.itemsize
 
 
-class Part(torch.Tensor):
+class BoxTensor(torch.Tensor):
     """A box of a tensor, for a load that needs no more of it; the box lies on no borders of a mesh.
 
     It has shape and type of the whole tensor. Nothing computes with it.
@@ -47,9 +47,9 @@ class Part(torch.Tensor):
     elements: torch.Tensor
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], box: Box, dtype: torch.dtype) -> Part:
+    def __new__(cls, shape: Sequence[int], box: Box, dtype: torch.dtype) -> BoxTensor:
         """Takes the shape of the whole, the box, and the type; gets memory for the box."""
-        part: Part = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
+        part: BoxTensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
         part.box, part.elements = box, torch.zeros(box.sizes, dtype=dtype, device="cpu")
         return part
 
@@ -88,7 +88,7 @@ def _pieces(
             (Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor.detach())
             for s in value.local_shards()
         ]
-    if isinstance(value, Part):
+    if isinstance(value, BoxTensor):
         return [(value.box, value.elements)]
     if not isinstance(value, DTensor):
         _check_own_memory(fqn, value)
@@ -120,15 +120,15 @@ def _pieces(
 
 
 def local_part(value: torch.Tensor) -> torch.Tensor:
-    """Returns what this rank has of a DTensor or a `Part`; any other tensor itself."""
-    if isinstance(value, Part):
+    """Returns what this rank has of a DTensor or a `BoxTensor`; any other tensor itself."""
+    if isinstance(value, BoxTensor):
         return value.elements
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def is_sharded(value: torch.Tensor) -> bool:
     """Tells whether a tensor knows which part of it lies on which rank."""
-    return isinstance(value, DTensor | ShardedTensor | Part)
+    return isinstance(value, DTensor | ShardedTensor | BoxTensor)
 
 
 def is_meta(value: torch.Tensor) -> bool:
@@ -144,7 +144,7 @@ def has_own_memory(tensor: torch.Tensor) -> bool:
     It does not for sharded, sparse and nested tensors, and for subclasses that wrap others.
     """
     if (
-        isinstance(tensor, ShardedTensor | Part)
+        isinstance(tensor, ShardedTensor | BoxTensor)
         or tensor.layout is not torch.strided
         or tensor.is_nested
     ):
