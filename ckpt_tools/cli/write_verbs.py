@@ -136,7 +136,7 @@ def reshard(
         str, typer.Argument(metavar="DST", help="The directory to write.", show_default=False)
     ],
     to_ranks: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--to",
             "--ranks",
@@ -146,7 +146,25 @@ def reshard(
             help="Number of ranks to split for.",
             show_default=False,
         ),
-    ],
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            "--mesh",
+            metavar="AXIS=N,…",
+            help="Mesh to split for, in place of --to: fsdp=8,tp=2,ep=4; also replicate.",
+            show_default=False,
+        ),
+    ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            "--plan",
+            metavar="NAME|FILE",
+            help="Dims that tp and ep split: torchtitan, transformers, FILE; default: found.",
+            show_default=False,
+        ),
+    ] = None,
     from_ranks: Annotated[
         int | None,
         typer.Option(
@@ -160,7 +178,7 @@ def reshard(
     *,
     shared: Shared,
 ) -> None:
-    """Rewrite a checkpoint as DCP, with the chunks that a job of N ranks would save.
+    """Rewrite a checkpoint as DCP, with the chunks that a job of another size would save.
 
     DCP reshards by itself when it loads, so a job can continue without this command. Use it when
     many jobs will load the result, when each rank should read one contiguous range, or to drop
@@ -171,11 +189,22 @@ def reshard(
     A tensor split along one dimension is split again along it, as DTensor's `Shard` does. A tensor
     split along several dimensions (a 2-D mesh) is split along dim 0. A whole tensor stays whole. If
     one rank saved the source, its tensors are split along dim 0. Objects are copied bit for bit.
+
+    With --mesh, fsdp splits each parameter along dim 0, and a plan tells what tp and ep split. ep
+    takes its ranks from those of fsdp and tp.
     """
     from ckpt_tools.operations.merge_reshard import reshard as operation
 
     with _kept(shared.resume):
-        result = operation(src, dst, to_ranks=to_ranks, from_ranks=from_ranks, **shared.writing)
+        result = operation(
+            src,
+            dst,
+            to_ranks=to_ranks,
+            from_ranks=from_ranks,
+            mesh=mesh,
+            plan=plan,
+            **shared.writing,
+        )
     report_transfer(shared, src, result)
 
 

@@ -40,6 +40,7 @@ from ckpt_tools.operations.convert import lora as adapters
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.dequantize import Dequantized, dequantize
 from ckpt_tools.operations.folder import note_on_others
+from ckpt_tools.operations.mesh_plan import MeshBoxes, mesh_of_axes, read_plan
 from ckpt_tools.operations.side_files import left_beside
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.destinations import open_destination
@@ -157,18 +158,24 @@ def reshard(
     src: Path_,
     dst: Path_,
     *,
-    to_ranks: int,
+    to_ranks: int | None = None,
     from_ranks: int | None = None,
+    mesh: str | None = None,
+    plan: Path_ | None = None,
     **options: Unpack[Options],
 ) -> TransferResult:
-    """Rewrites a checkpoint as DCP, with the chunks that a job of `to_ranks` ranks would save.
+    """Rewrites a checkpoint as DCP, with the chunks that a job of another size would save.
 
     Args:
         src: a checkpoint of any format except whole tensors in safetensors, or a directory with one
             below.
         dst: the directory to write.
-        to_ranks: number of ranks to split for.
+        to_ranks: number of ranks to split for. Give this or `mesh`.
         from_ranks: number of ranks that wrote the source. It is checked.
+        mesh: the mesh to split for, such as `fsdp=8,tp=2,ep=4`; also `replicate`. `ep` takes its
+            ranks from those of `fsdp` and `tp`.
+        plan: which dims `tp` and `ep` split: `torchtitan`, `transformers`, or a JSON file. If None,
+            it is found by the names of the model.
         **options: see `Options`.
 
     Raises:
@@ -185,7 +192,14 @@ def reshard(
             hint="ckpt convert --to dcp",
         )
     refuse_unread(catalog, "leave them out: ckpt convert --to dcp --exclude GLOB")
-    if to_ranks < 1:
+    if (to_ranks is None) == (mesh is None):
+        raise PlanError(
+            "reshard splits for a number of ranks, or for a mesh: give one of the two",
+            hint="--to N, or --mesh fsdp=N,tp=M",
+        )
+    if mesh is None and plan is not None:
+        raise PlanError("--plan means nothing without --mesh", hint="give --mesh, or leave it out")
+    if to_ranks is not None and to_ranks < 1:
         raise PlanError(f"a checkpoint is split for at least 1 rank, got {to_ranks}")
     if from_ranks is not None and from_ranks != catalog.world_size:
         raise PlanError(
@@ -194,14 +208,27 @@ def reshard(
             hint=f"--from {catalog.world_size}, or leave it out",
         )
     world_size = (None if source.format in (torch_save, deepspeed) else catalog.world_size) or 1
+    notes: list[str] = []
+    if mesh is not None:
+        ranks = mesh_of_axes(mesh)
+        boxes = MeshBoxes(catalog, world_size, ranks, read_plan(plan) if plan else None)
+        found = {t.fqn: boxes.of(t) for t in catalog.tensors.values()}
+        to_ranks, notes = ranks.num_ranks, boxes.notes()
+    else:
+        assert to_ranks is not None
+        tensors = catalog.tensors.values()
+        found = {t.fqn: tuple(saved_boxes(t, world_size, to_ranks)) for t in tensors}
     targets = [
-        TargetTensor(t.fqn, t.dtype, t.shape, tuple(saved_boxes(t, world_size, to_ranks)))
-        for t in catalog.tensors.values()
+        TargetTensor(t.fqn, t.dtype, t.shape, found[t.fqn]) for t in catalog.tensors.values()
     ]
     request = Request(
         targets, to_ranks, {o.fqn: o.extent.nbytes for o in catalog.objects.values()}, catalog.paths
     )
-    notes = (*unknown_values(catalog), *left_beside(catalog), *note_on_others(src, source.store))
+    notes += [
+        *unknown_values(catalog),
+        *left_beside(catalog),
+        *note_on_others(src, source.store),
+    ]
     result = transfer(
         TransferRequest(
             "reshard", source, catalog, _destination(dst, options), dcp, request, options
