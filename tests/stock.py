@@ -52,3 +52,13 @@ def assert_stock_torch_reads(checkpoint: Path) -> dict[str, Any]:
             )
             assert same, (name, found, value)
     return whole
+
+
+def chunks(step: Path) -> dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """Returns offsets and sizes of the chunks of each tensor."""
+    metadata = dcp.FileSystemReader(step).read_metadata().state_dict_metadata
+    return {
+        name: {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks}
+        for name, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }

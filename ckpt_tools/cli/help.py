@@ -87,6 +87,7 @@ VERBS = {
         (
             "ckpt reshard run/step-00000500 four --from 8 --to 4",
             "ckpt reshard model.pt two --to 2",
+            "ckpt reshard run/step-00000500 16 --mesh fsdp=8,tp=2 --plan plan.json",
         ),
     ),
     "convert": VerbHelp(

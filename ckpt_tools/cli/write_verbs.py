@@ -195,6 +195,8 @@ def reshard(
     """
     from ckpt_tools.operations.merge_reshard import reshard as operation
 
+    if (to_ranks is None) == (mesh is None):
+        raise typer.BadParameter("give one of the two", param_hint="--to N or --mesh AXIS=N,…")
     with _kept(shared.resume):
         result = operation(
             src,

@@ -56,10 +56,11 @@ _TEXTS = _Kind("a list of texts", _are_texts)
 _TEXT = _Kind("a text", lambda value: isinstance(value, str))
 _TABLE = _Kind("a dict", lambda value: isinstance(value, Mapping))
 _TOLERANCE = _Kind("a number, at least 0 and finite", _is_tolerance)
-_REQUIRED = ("src", "dst", "a", "b", "to", "to_ranks", "root", "local", "from_version")
+_REQUIRED = ("src", "dst", "a", "b", "to", "root", "local", "from_version")
 _KINDS = {
     **dict.fromkeys(
-        ("src", "dst", "a", "b", "lora", "key_map", "base", "shapes", "root", "local"), _PATH
+        ("src", "dst", "a", "b", "lora", "key_map", "base", "shapes", "plan", "root", "local"),
+        _PATH,
     ),
     **dict.fromkeys(
         (

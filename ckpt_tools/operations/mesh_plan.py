@@ -121,7 +121,7 @@ def read_plan(path: str | os.PathLike[str]) -> MeshPlan:
     except (StorageError, ValueError, TypeError, re.error) as error:
         raise PlanError(
             f"not a plan of a mesh: {printable(str(error))} ({printable(where)})",
-            hint=f"plans that come along: {', '.join(own_plans())}; docs/reshard.md has the form",
+            hint=f"plans that come along: {', '.join(own_plans())}; docs/scale.md has the form",
         ) from error
     return MeshPlan(where if is_own else os.path.basename(where), rules, is_own)
 

@@ -213,6 +213,7 @@ def test_a_link_that_leads_out_of_the_checkpoint_is_refused(
         (["reshard", "src", "out", "--to", "2", "--from", "8"], 13, "expected 8, got 1"),
         (["reshard", "src", "out", "--to", "0"], 2, "--to"),
         (["reshard", "src", "out"], 2, "--to"),
+        (["reshard", "src", "out", "--to", "2", "--mesh", "fsdp=2"], 2, "--mesh"),
         (
             ["merge", "src", "out.safetensors", "--select", "nothing*"],
             13,

@@ -105,6 +105,7 @@ NOTHING = {
     "--optimizer": "zz",
     "--base": "no/such",
     "--mesh": "cpu:x",
+    "--plan": "no_such_plan",
     "--quantize": "zz",
     "--atol": "nan",
     "--rtol": "-1",

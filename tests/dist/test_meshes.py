@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import ckpt_tools
 from tests.conftest import torchrun
-from tests.stock import assert_stock_torch_reads
+from tests.stock import assert_stock_torch_reads, chunks
 
 BUFFER = "model.table"  # nothing tells it from a parameter where one rank has saved all
 QUICK = {"fsdp=1": 1, "fsdp=2,tp=2,ep=2": 4, "fsdp=4": 4}
@@ -32,15 +31,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
         return folder / axes
 
     return saved
-
-
-def chunks(step: Path) -> dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]]:
-    metadata = dcp.FileSystemReader(step).read_metadata().state_dict_metadata
-    return {
-        name: {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks}
-        for name, entry in metadata.items()
-        if hasattr(entry, "chunks")
-    }
 
 
 def values(step: Path) -> dict[str, torch.Tensor]:

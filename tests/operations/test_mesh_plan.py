@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 
 import ckpt_tools
 from ckpt_tools import PlanError
-from ckpt_tools.operations.mesh_plan import mesh_of_axes
+from ckpt_tools.operations.mesh_plan import mesh_of_axes, read_plan
+from tests.stock import chunks
 
 
 @pytest.fixture
@@ -25,11 +27,6 @@ def step(tmp_path: Path) -> Path:
     return tmp_path / "step"
 
 
-def boxes(path: Path, name: str) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
-    entry = dcp.FileSystemReader(path).read_metadata().state_dict_metadata[name]
-    return {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks}
-
-
 def plan(tmp_path: Path, **axes: object) -> Path:
     (tmp_path / "plan.json").write_text(json.dumps(axes))
     return tmp_path / "plan.json"
@@ -40,9 +37,9 @@ def test_a_plan_of_ones_own(step: Path, tmp_path: Path) -> None:
     done = ckpt_tools.reshard(step, tmp_path / "out", mesh="fsdp=2,tp=3", plan=rules)
     assert done.notes[0] == "split for fsdp=2,tp=3 by the plan plan.json"
     want = {((r, c), (4, 2)) for r in (0, 4) for c in (0, 2, 4)}
-    assert boxes(tmp_path / "out", "model.proj.weight") == want
-    assert boxes(tmp_path / "out", "optimizer.state.proj.weight.exp_avg") == want
-    assert boxes(tmp_path / "out", "model.bias") == {((0,), (8,))}
+    got = chunks(tmp_path / "out")
+    assert got["model.proj.weight"] == got["optimizer.state.proj.weight.exp_avg"] == want
+    assert got["model.bias"] == {((0,), (8,))}
     state = {"w": torch.zeros(8, 6)}
     dcp.load({"model": {"proj.weight": state["w"]}}, checkpoint_id=tmp_path / "out", no_dist=True)
     assert torch.equal(state["w"], torch.arange(48.0).reshape(8, 6))
@@ -68,8 +65,31 @@ def test_state_of_an_unknown_parameter_is_told(step: Path, tmp_path: Path) -> No
     assert told == [
         "fsdp alone splits 1 tensors (optim.state.0.m): whose state they are is not known"
     ]
-    assert len(boxes(tmp_path / "out", "optim.state.0.m")) == 2
-    assert len(boxes(tmp_path / "out", "model.bias")) == 4
+    got = chunks(tmp_path / "out")
+    assert len(got["optim.state.0.m"]) == 2 and len(got["model.bias"]) == 4
+
+
+_DIMS = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1, "grouped_gemm": 0}
+_WHOLE = "replicated_with_grad_allreduce"
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Mistral", "Qwen3Moe", "Glm4Moe"])
+def test_the_plan_of_transformers_is_that_of_its_configs(kind: str) -> None:
+    """Where one rank has one box. Packed experts of tensor parallelism have two."""
+    config, ours = getattr(transformers, f"{kind}Config"), read_plan("transformers")
+    layer = {f"model.{name}": how for name, how in config.base_model_tp_plan.items()}
+    head = getattr(transformers, f"{kind}ForCausalLM")._tp_plan
+    num_seen = 0
+    for name, how in (layer | head).items():
+        plain = ".experts" not in name and ".shared_experts" not in name and how in (*_DIMS, _WHOLE)
+        if plain:
+            weight = f"{name.replace('*', '3')}.weight"
+            assert ours.dims("tp", weight) == ((_DIMS[how],) if how in _DIMS else ()), weight
+            num_seen += 1
+    assert num_seen >= 8
+    for name, how in (getattr(config, "base_model_ep_plan", None) or {}).items():
+        if how == "grouped_gemm":
+            assert ours.dims("ep", f"model.{name.replace('*', '3')}") == (_DIMS[how],), name
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import ckpt_tools
 from ckpt_tools import IntegrityError, PlanError
 from tests.jobs import LONG
 from tests.peers.environments import python_of, run_job
+from tests.stock import assert_stock_torch_reads, chunks
 
 
 def test_composer(tmp_path: Path) -> None:
@@ -421,6 +422,24 @@ def experts_of_gpt_oss(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
                 value.transpose(1, 2).contiguous() if is_weight else value
             )
     return found
+
+
+@pytest.mark.parametrize(
+    ("how", "axes"),
+    [
+        ("fused", "fsdp=2,tp=2"),
+        ("deepseek_v3", "fsdp=2,tp=2"),
+        ("qwen3_moe", "fsdp=2,tp=2,ep=2"),
+        ("gpt_oss", "fsdp=4,ep=2"),
+    ],
+)
+def test_a_mesh_has_the_chunks_that_torchtitan_saves(how: str, axes: str, tmp_path: Path) -> None:
+    for mesh, num_ranks in (("fsdp=1", 1), (axes, 4)):
+        run_job("torchtitan", num_ranks, "torchtitan_mesh_job.py", tmp_path / mesh, how, mesh)
+    done = ckpt_tools.reshard(tmp_path / "fsdp=1", tmp_path / "out", mesh=axes)
+    assert list(done.notes) == [f"split for {axes} by the plan torchtitan"]
+    assert chunks(tmp_path / "out") == chunks(tmp_path / axes)
+    assert_stock_torch_reads(tmp_path / "out")
 
 
 @pytest.mark.parametrize("how", _TITAN)
