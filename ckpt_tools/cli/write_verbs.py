@@ -348,7 +348,8 @@ def convert(
             metavar="METHOD",
             help=(
                 "For hf: write the weights of linear layers as codes and scales: fp8-block,"
-                " fp8-channel, int8-channel or mxfp4; needs --base."
+                " fp8-channel, int8-channel or mxfp4; needs --base. Of NVFP4 codes:"
+                " compressed-tensors or modelopt, the other's form."
             ),
             show_default=False,
         ),

@@ -44,6 +44,7 @@ _ENDING = ".weight"
 _ROUTERS, _ROUTER_ENDINGS = ("gate", "router"), ("_gate", "_router")
 _KEPT_BOXES = 1  # of numbers: results are kept instead
 # methods that people ask for, and that need a run of the model on data
+NVFP4_FORMS = ("modelopt", "compressed-tensors")  # in which NVFP4 codes are written anew
 _CALIBRATED = ("gptq", "awq", "smoothquant", "autoround", "aqlm", "spinquant", "static")
 _ACTIVATIONS = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True}
 _WEIGHTS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
@@ -79,7 +80,7 @@ def method_of(name: str) -> Method:
     """
     if name in METHODS:
         return METHODS[name]
-    known = ", ".join(METHODS)
+    known = f"{', '.join(METHODS)}; of NVFP4 codes, {' or '.join(NVFP4_FORMS)}"
     if any(word in name.lower() for word in _CALIBRATED):
         raise PlanError(
             f"--quantize {printable(name)!r} needs calibration: the model has to run on data",

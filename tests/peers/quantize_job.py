@@ -1,5 +1,6 @@
 """`quantize_job.py OUT`: transformers and compressed-tensors load what `--quantize` writes."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import transformers
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import CompressedTensorsConfig
 
 import ckpt_tools
 
@@ -117,7 +119,42 @@ def same_codes(method: str) -> None:
             )
 
 
+def of_modelopt() -> None:
+    """transformers loads what was NVFP4 of ModelOpt; each weight is what ModelOpt's formula says."""
+    torch.manual_seed(4)
+    config = transformers.LlamaConfig(**SMALL, tie_word_embeddings=False)
+    made, folder = transformers.LlamaForCausalLM(config).to(torch.bfloat16), OUT / "modelopt"
+    made.save_pretrained(folder)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([values, -values])
+    tensors, want = tensors_in(folder), {}
+    for name in [n for n in tensors if "_proj.weight" in n]:
+        rows, columns = tensors[name].shape
+        codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
+        scales = torch.rand(rows, columns // 16).mul(400).add(1).to(torch.float8_e4m3fn)
+        factor = torch.rand(()).mul(1e-4).add(1e-5)
+        module = name.removesuffix(".weight")
+        tensors |= {name: codes, f"{module}.weight_scale": scales}
+        tensors |= {f"{module}.weight_scale_2": factor, f"{module}.input_scale": torch.tensor(0.01)}
+        numbers = values[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).int()]
+        want[name] = numbers * scales.float().mul(factor).repeat_interleave(16, 1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((folder / "config.json").read_text())
+    text["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    (folder / "config.json").write_text(json.dumps(text))
+    out = OUT / "of modelopt"
+    ckpt_tools.convert(folder, out, to="hf", base=folder, quantize="compressed-tensors")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        out, dtype=torch.float32, quantization_config=CompressedTensorsConfig(run_compressed=False)
+    )
+    loaded(INPUT)
+    got = loaded.state_dict()
+    for name, numbers in want.items():
+        torch.testing.assert_close(got[name].float(), numbers, rtol=2**-6, atol=0.0)
+
+
 def main() -> None:
+    of_modelopt()
     for name in JOBS:
         loads(name)
     for method in KINDS:

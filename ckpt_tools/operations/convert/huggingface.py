@@ -274,7 +274,7 @@ def check_quantization(
     """
     chosen = list(tensors)
     held, weights = {tensor.stored_name for tensor in chosen}, weights_in(chosen)
-    name, said = _quantization_of(base, config)
+    name, said = quantization_of(base, config)
     method = str(said.get("quant_method", "")) if isinstance(said, Mapping) else ""
     where = f"{name} of {printable(str(base))}"
     if said is not None and not weights:
@@ -312,7 +312,7 @@ def check_quantization(
         )
 
 
-def _quantization_of(
+def quantization_of(
     base: str | os.PathLike[str], config: Mapping[str, Any]
 ) -> tuple[str, Mapping[str, Any] | object]:
     """Returns the file in `base` that says how a model is quantized, and what it says, or None."""

@@ -45,11 +45,14 @@ from ckpt_tools.operations.convert.huggingface import (
     base_files,
     check_quantization,
     find_base,
+    quantization_of,
+    read_config,
     render_config,
     untie,
 )
 from ckpt_tools.operations.convert.lora import adapter_of, refuse_adapters
 from ckpt_tools.operations.convert.model_names import compare_with_model
+from ckpt_tools.operations.convert.nvfp4 import rewrite
 from ckpt_tools.operations.convert.object_reader import unpack_objects
 from ckpt_tools.operations.convert.options import Conversion
 from ckpt_tools.operations.convert.training_state import TrainingState, put_together, refuse_unnamed
@@ -61,7 +64,7 @@ from ckpt_tools.operations.merge_reshard import (
     target_dtype,
     uncast,
 )
-from ckpt_tools.operations.quantize import Quantization, method_of, quantize
+from ckpt_tools.operations.quantize import NVFP4_FORMS, Quantization, method_of, quantize
 from ckpt_tools.operations.side_files import carried
 from ckpt_tools.storage import read
 from ckpt_tools.transfer.options import Path_
@@ -203,13 +206,15 @@ class TargetLayout:
                 base,
                 [self._dtype(t).name for t in catalog.tensors.values()],
                 self.parts.notes,
-                self.parts.is_dequantized,
+                self.parts.is_dequantized or self.how.get("quantize") in NVFP4_FORMS,
             )
             if base is not None
             else ({}, {})
         )
         if base is not None:
-            self._check_quantization(base, config, catalog.tensors.values())
+            is_told = not self.parts.is_dequantized  # also of codes that are written anew
+            told = read_config(base) if is_told else config
+            self._check_quantization(base, told, catalog.tensors.values())
         catalog = untie(self.source, catalog, config, self.parts.notes)
         if base is not None:
             is_part = bool(self.how.get("select") or self.how.get("exclude"))
@@ -219,24 +224,34 @@ class TargetLayout:
                 base, config, catalog, is_part, is_partial, saved
             )
             if (name := self.how.get("quantize")) is not None:
-                catalog = self._quantized(catalog, name, base)
-                assert self.quantization is not None
-                config = {**config, "quantization_config": self.quantization.config()}
-                files["config.json"] = render_config(config, base)
+                catalog, how, more = self._quantized(catalog, name, base)
+                config = {**config, "quantization_config": how}
+                files |= {"config.json": render_config(config, base), **more}
         return (
             catalog,
             safetensors,
             replace(shards(self._targets(catalog), most, ""), files=files),
         )
 
-    def _quantized(self, catalog: Catalog, name: str, base: Path_) -> Catalog:
-        """Returns the catalog with codes and scales in the place of weights, and notes it."""
+    def _quantized(
+        self, catalog: Catalog, name: str, base: Path_
+    ) -> tuple[Catalog, Mapping[str, Any], Mapping[str, bytes]]:
+        """Returns the catalog with codes and scales, and notes it.
+
+        With it come the `quantization_config`, and other files that tell the same.
+        """
+        if name in NVFP4_FORMS:
+            said = quantization_of(base, read_config(base))[1]
+            said = said if isinstance(said, Mapping) else {}
+            made = rewrite(catalog, name, self.source, said, self.memory_file)
+            self.parts.notes += made.notes
+            return made.catalog, made.config, made.files
         catalog = replace(catalog, file_sizes=self.source.catalog.file_sizes)
         check_catalog(catalog, shares=True)
         found = quantize(catalog, method_of(name), base, self._is_kept, self._dtype)
         self.quantization = found
         self.parts.notes += found.notes
-        return found.catalog
+        return found.catalog, found.config(), {}
 
     def _adapter(self, dst: str) -> _Layout:
         """Plans a PEFT directory: only the adapter, and its config from `base`."""

@@ -12,7 +12,7 @@ from ckpt_tools.operations.convert.families import MAPPED_NAMES
 from ckpt_tools.operations.convert.targets import TARGETS, ConvertTarget, targets_with
 from ckpt_tools.operations.convert.training_state import NAMINGS
 from ckpt_tools.operations.convert.transformers_names import NAMES
-from ckpt_tools.operations.quantize import method_of
+from ckpt_tools.operations.quantize import NVFP4_FORMS, method_of
 from ckpt_tools.storage import is_url
 from ckpt_tools.transfer.options import Dtype, Options, Path_
 
@@ -131,7 +131,8 @@ def _check_quantize(how: Mapping[str, Any]) -> None:
     name = how.get("quantize")
     if name is None:
         return
-    method_of(name)
+    if name not in NVFP4_FORMS:
+        method_of(name)
     if how.get("base") is None:
         raise PlanError("--quantize needs --base DIR: its config.json says which layers are linear")
     if how.get("check"):
@@ -207,7 +208,8 @@ class Conversion(Options, total=False):
         mesh: for `per-rank`: `DEVICE:AXIS` of the job that will load the result. If absent, the
             source's, or `cuda:fsdp`.
         quantize: for `hf`: one of `METHODS`, by which the weights of linear layers become codes
-            and scales. `keep_dtype` names those that do not.
+            and scales. `keep_dtype` names those that do not. Or one of `NVFP4_FORMS`: NVFP4 codes
+            of ModelOpt stay the same bytes, in the form of compressed-tensors; or the other way.
         max_shard_bytes: for `hf`, upper bound of a shard's payload, 5 GB if absent.
         check: for `hf`: load the result with transformers in a separate process, and compare.
         prove: before anything is published, make the source again of what was written, by the

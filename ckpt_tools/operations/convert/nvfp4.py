@@ -1,0 +1,281 @@
+"""Writes NVFP4 codes of ModelOpt in the form of compressed-tensors, and back.
+
+Both keep two codes in a byte, and a scale in e4m3 for 16 numbers: these bytes stay. ModelOpt
+multiplies by one more scale, and compressed-tensors divides by one: it becomes its reciprocal.
+Names and the config differ.
+
+Sources: compressed-tensors 0.20, `nvfp4-pack-quantized`; Model-Optimizer, `export/quant_utils.py`
+and `export/convert_hf_config.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckpt_tools.core.box import whole
+from ckpt_tools.core.catalog import Catalog, QuantizedWeight, TensorEntry, one_chunk
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.quantized import described, weights_in
+from ckpt_tools.engine.kernels import cast
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.formats.in_memory import InMemoryFile
+from ckpt_tools.formats.registry import Source
+from ckpt_tools.operations.convert.model_names import some
+from ckpt_tools.operations.formulas_of import BESIDE
+from ckpt_tools.operations.quantize import NVFP4_FORMS
+from ckpt_tools.operations.small_tensors import read_small
+from ckpt_tools.publish.sealed_source import checked_manifest
+
+_GROUP = 16  # numbers of a row that have one scale
+_SINGLE = BY_NAME["float32"]
+_OF_CACHE = ("k_scale", "v_scale", "kv_scale")
+_CODES, _SCALE, _FACTOR, _INPUT = range(4)
+
+
+class _Form(NamedTuple):
+    """How a tool names the tensors of a module: codes, scales, factor, factor of activations.
+
+    `shape` is that of a factor.
+    """
+
+    tool: str
+    scheme: str
+    names: tuple[str, str, str, str]
+    shape: tuple[int, ...]
+
+
+_FORMS: dict[str, _Form] = {
+    "modelopt": _Form(
+        "ModelOpt",
+        "codes with scales",
+        ("weight", "weight_scale", "weight_scale_2", "input_scale"),
+        (),
+    ),
+    "compressed-tensors": _Form(
+        "compressed-tensors",
+        "compressed-tensors, packed",
+        ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
+        (1,),
+    ),
+}
+assert tuple(_FORMS) == NVFP4_FORMS
+
+
+class Rewritten(NamedTuple):
+    """A model whose NVFP4 codes have another form.
+
+    Attributes:
+        catalog: the tensors to write.
+        config: the `quantization_config`.
+        files: other files that tell how it is quantized.
+        notes: for the report.
+    """
+
+    catalog: Catalog
+    config: dict[str, Any]
+    files: dict[str, bytes]
+    notes: list[str]
+
+
+def rewrite(
+    catalog: Catalog, to: str, source: Source, said: Mapping[str, Any], memory: InMemoryFile
+) -> Rewritten:
+    """Plans the other form for all quantized weights of a model.
+
+    Args:
+        catalog: the model.
+        to: one of `NVFP4_FORMS`.
+        source: its checkpoint. Factors are read, and proved.
+        said: what its config says of its codes.
+        memory: receives the new factors.
+
+    Raises:
+        PlanError: a weight is no NVFP4 of the other tool, or a factor has no reciprocal.
+        IntegrityError: a factor is not what was sealed.
+    """
+    new = _FORMS[to]
+    (old,) = (form for name, form in _FORMS.items() if name != to)
+    weights = weights_in(catalog.tensors.values())
+    beside = dict[str, set[str]]()
+    for module, _, last in (fqn.rpartition(".") for fqn in catalog.tensors):
+        beside.setdefault(module, set()).add(last)
+    wrong = [w for w in weights if not _has_form(w, old, catalog, beside)]
+    if wrong or not weights:
+        there = f"{printable(wrong[0].codes)!r} is not" if wrong else "no weight is"
+        raise PlanError(
+            f"--quantize {to} rewrites NVFP4 codes of {old.tool}, and {there}:"
+            f" {described(weights) or 'the weights are numbers'}",
+            hint="--dtype bf16 turns codes into numbers; fp8-block and others quantize numbers",
+        )
+    modules = {weight.codes.rpartition(".")[0]: weight for weight in weights}
+    pairs = [*zip(old.names, new.names, strict=True)]
+    renamed = {f"{m}.{before}": f"{m}.{after}" for m in modules for before, after in pairs}
+    factors = {f"{m}.{old.names[i]}" for m in modules for i in (_FACTOR, _INPUT)}
+    factors &= catalog.tensors.keys()
+    inverses = _reciprocals(source, [catalog.tensors[name] for name in sorted(factors)])
+    tensors = dict[str, TensorEntry]()
+    for fqn, entry in catalog.tensors.items():
+        name = renamed.get(fqn, fqn)
+        if name in tensors or (name != fqn and name in catalog.tensors):
+            raise PlanError(f"--quantize {to}: there is a tensor of this name: {printable(name)!r}")
+        made = entry.named(name)
+        if fqn in factors:
+            data = np.float32(inverses[fqn]).tobytes()
+            chunks = one_chunk(whole(new.shape), memory.add(data))
+            made = replace(
+                made, dtype=_SINGLE, shape=new.shape, chunks=chunks, is_computed=True, relations=()
+            )
+        if (weight := modules.get(fqn.rpartition(".")[0])) is not None and fqn in renamed:
+            parts = tuple(renamed.get(part, part) for part in weight.parts)
+            made = replace(made, quantized=QuantizedWeight(parts[0], new.scheme, 4, parts))
+        tensors[name] = made
+    left = sorted(_left(catalog, modules))
+    has_inputs = any(name.endswith(f".{old.names[_INPUT]}") for name in factors)
+    if to == "modelopt" and not has_inputs:
+        raise PlanError(
+            "--quantize modelopt: there are no factors of activations (input_global_scale), and"
+            " ModelOpt's NVFP4 has them",
+            hint="these codes are for weights alone; keep the form of compressed-tensors",
+        )
+    config, files = _config(to, said, left, has_inputs)
+    what = f"NVFP4 codes of {len(modules):,} modules, from {old.tool}'s form to {new.tool}'s"
+    notes = [f"written anew: {what}. The bytes of codes and scales are the same"]
+    cache = [fqn for fqn in tensors if fqn.rpartition(".")[2] in _OF_CACHE]
+    if cache:
+        notes.append(f"scales of the cache keep their names: {some(cache)}")
+    return Rewritten(replace(catalog, tensors=tensors), config, files, notes)
+
+
+def _has_form(
+    weight: QuantizedWeight, form: _Form, catalog: Catalog, beside: Mapping[str, set[str]]
+) -> bool:
+    """Tells whether a weight is NVFP4 as a tool writes it, and its module has no more than that."""
+    module, _, last = weight.codes.rpartition(".")
+    if last != form.names[_CODES] or weight.scheme != form.scheme:
+        return False
+    found = [catalog.tensors.get(f"{module}.{name}") for name in form.names]
+    codes, scales, factor, of_inputs = found
+    if codes is None or scales is None or factor is None or len(codes.shape) != 2:
+        return False
+    rows, columns = codes.shape
+    return (
+        codes.dtype.name == "uint8"
+        and scales.dtype.name == "float8_e4m3fn"
+        and scales.shape == (rows, 2 * columns // _GROUP)
+        and 2 * columns % _GROUP == 0
+        and all(n in form.names or BESIDE.fullmatch(n) for n in beside[module])
+        and all(f is None or _is_one(f) for f in (factor, of_inputs))
+    )
+
+
+def _is_one(factor: TensorEntry) -> bool:
+    return factor.dtype.is_castable and whole(factor.shape).numel == 1
+
+
+def _reciprocals(source: Source, entries: Sequence[TensorEntry]) -> dict[str, float]:
+    """Returns the float32 reciprocal of each factor, by its name.
+
+    Raises:
+        PlanError: one is not a positive finite number, or its reciprocal is none.
+    """
+    data = read_small(source, entries, checked_manifest(source))
+    found: dict[str, float] = {}
+    for entry in entries:
+        single = np.empty(_SINGLE.itemsize, np.uint8)
+        cast(np.frombuffer(data[entry.fqn], np.uint8), entry.dtype, single, _SINGLE)
+        value = single.view(np.float32)[0]
+        with np.errstate(all="ignore"):
+            inverse = np.float32(1) / value
+        if not (value > 0 and math.isfinite(value) and 0 < inverse < math.inf):
+            raise PlanError(
+                f"a factor of NVFP4 codes has no reciprocal: {printable(entry.fqn)!r} is {value}",
+                hint="ckpt stats shows such values; were these weights calibrated?",
+            )
+        found[entry.fqn] = float(inverse)
+    return found
+
+
+def _left(catalog: Catalog, modules: Mapping[str, object]) -> set[str]:
+    """Returns the modules that have a matrix of numbers in place of codes."""
+    return {
+        module
+        for fqn, entry in catalog.tensors.items()
+        if fqn.endswith(".weight") and entry.quantized is None and len(entry.shape) > 1
+        if (module := fqn.removesuffix(".weight")) not in modules
+    }
+
+
+def _config(
+    to: str, said: Mapping[str, Any], left: Sequence[str], has_inputs: bool
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Returns a `quantization_config`, and other files that tell the same."""
+    cache = _cache_of(said)
+    number: dict[str, Any] = {"num_bits": 4, "type": "float", "group_size": _GROUP}
+    if to == "modelopt":
+        inner = {**number, "dynamic": False}
+        group = {"targets": ["Linear"], "weights": inner}
+        config = {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "config_groups": {"group_0": {**group, "input_activations": inner}},
+            "ignore": list(left),
+        }
+        if cache:
+            config["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
+        told = {
+            "quant_algo": "NVFP4",
+            "kv_cache_quant_algo": "FP8" if cache else None,
+            "group_size": _GROUP,
+            "exclude_modules": list(left),
+        }
+        text = json.dumps({"producer": {"name": "modelopt"}, "quantization": told}, indent=2)
+        return config, {"hf_quant_config.json": f"{text}\n".encode()}
+    inner = {**number, "strategy": "tensor_group", "symmetric": True}
+    weights: dict[str, Any] = {
+        "targets": ["Linear"],
+        "weights": {**inner, "dynamic": False},
+        "input_activations": {**inner, "dynamic": "local"} if has_inputs else None,
+        "output_activations": None,
+    }
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": weights},
+        "ignore": list(left),
+    }
+    if cache:
+        config["kv_cache_scheme"] = {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "tensor",
+            "symmetric": True,
+            "dynamic": False,
+        }
+    return config, {}
+
+
+def _cache_of(said: Mapping[str, Any]) -> bool:
+    """Tells whether a config has an fp8 cache of keys and values.
+
+    Raises:
+        PlanError: it has another one.
+    """
+    inner = said.get("quantization")
+    algorithm = inner.get("kv_cache_quant_algo") if isinstance(inner, Mapping) else None
+    scheme = said.get("kv_cache_scheme")
+    if isinstance(scheme, Mapping) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float"):
+        scheme = "FP8"
+    if any(told not in (None, "FP8") for told in (algorithm, scheme)):
+        raise PlanError(
+            "the config has a cache of keys and values in a form that is not known:"
+            f" {printable(repr(scheme if algorithm is None else algorithm))}",
+            hint="only that of fp8 is written anew",
+        )
+    return "FP8" in (algorithm, scheme)
