@@ -93,6 +93,10 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
     _refuse(work.structure())
     assert work.catalog is not None
     sizes = dict(work.catalog.file_sizes)
+    if (
+        not file and len(sizes) == 1 and not _has_index(folder)
+    ):  # as transformers saves small models
+        return seal(f"{work.store.url.rstrip('/')}/{next(iter(sizes))}", **options)
     index = "" if file else _index_of(work, folder, sizes)
     tensors = list(work.catalog.tensors.values())
     source = Source(work.store.url, work.store, work.format, work.catalog)
@@ -139,6 +143,10 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
     )
 
 
+def _has_index(folder: Store) -> bool:
+    return any(name in folder.list_files() for name in INDEXES)
+
+
 def _index_of(work: Verification, folder: Store, sizes: Mapping[str, int]) -> str:
     """Returns the name of the index of a directory.
 
@@ -148,7 +156,8 @@ def _index_of(work: Verification, folder: Store, sizes: Mapping[str, int]) -> st
     index = next((name for name in INDEXES if name in folder.list_files()), "")
     if not index:
         raise PlanError(
-            f"only a checkpoint with one index can be sealed: {printable(work.store.url)}",
+            f"only a checkpoint of one file, or with one index, can be sealed:"
+            f" {printable(work.store.url)}",
             hint="reshard it first",
         )
     strange = [

@@ -10,9 +10,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
@@ -342,6 +344,27 @@ def test_a_stock_checkpoint_is_sealed_and_compared_from_then_on(tmp_path: Path) 
     assert ckpt_tools.seal(tmp_path / "w.safetensors").unknown == ("w.safetensors",)
     flip(tmp_path / "w.safetensors", (tmp_path / "w.safetensors").stat().st_size - 3, 2)
     assert list(ckpt_tools.verify(tmp_path / "w.safetensors").lost) == ["w"]
+
+
+def test_the_directory_of_a_single_file_is_sealed(tmp_path: Path) -> None:
+    """As transformers saves a model: no index, and other files beside it."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"w": torch.ones(9)}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    done = run_ckpt("seal", folder)
+    assert done.returncode == 0 and done.stdout.startswith(f"sealed {folder}/model.safetensors")
+    assert ckpt_tools.verify(folder).is_sealed
+    with pytest.raises(PlanError, match="it already has a manifest"):
+        ckpt_tools.seal(folder)
+    flip(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 3, 2)
+    assert list(ckpt_tools.verify(folder).lost) == ["w"]
+    MemoryFileSystem.store.clear()
+    fsspec.filesystem("memory").put(
+        str(tmp_path / "model" / "model.safetensors"), "/m/model.safetensors"
+    )
+    assert ckpt_tools.seal("memory://m").files.keys() == {"model.safetensors"}
+    assert ckpt_tools.verify("memory://m").is_sealed
 
 
 def test_damage_in_zips_without_checksums_is_located_by_fingerprints(tmp_path: Path) -> None:
