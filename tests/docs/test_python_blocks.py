@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import run_job
 from tests.jobs import PYTHON_PATH
 from tests.servers import servers
 from tests.servers.servers import Server
@@ -216,12 +216,9 @@ def test_a_block_runs_as_it_is_printed(page: str, bucket: Server, tmp_path: Path
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "job.py").write_text(f"{before}\n{text}\n{after}\n")
-        done = subprocess.run(
-            [sys.executable, "job.py"],
+        done = run_job(
+            [sys.executable, str(folder / "job.py")],
             cwd=folder,
             env=os.environ | bucket.environment | {"PYTHONPATH": PYTHON_PATH},
-            capture_output=True,
-            text=True,
-            timeout=600,
         )
         assert done.returncode == 0, text + done.stdout[-2000:] + done.stderr[-4000:]
