@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.core.box import Box, whole
 from ckpt_tools.core.catalog import Catalog, TensorEntry
-from ckpt_tools.core.naming import model_only, strip_wrappers
+from ckpt_tools.core.naming import model_only, strip_wrappers, stripper
 from ckpt_tools.core.placements import (
     Placement,
     ReplicatePlacement,
@@ -118,7 +119,9 @@ def read_plan(path: str | os.PathLike[str]) -> MeshPlan:
         if not isinstance(body, dict) or body.keys() - {"about", *_RULED}:
             raise ValueError(f"expected a table with some of {', '.join(_RULED)}")
         rules = {axis: _rules(axis, body[axis]) for axis in _RULED if axis in body}
-    except (StorageError, ValueError, TypeError, re.error) as error:
+    except StorageError as error:
+        raise PlanError(f"not a plan of a mesh: {error}", hint=error.hint) from error
+    except (ValueError, TypeError, re.error, RecursionError, OverflowError, Warning) as error:
         raise PlanError(
             f"not a plan of a mesh: {printable(str(error))} ({printable(where)})",
             hint=f"plans that come along: {', '.join(own_plans())}; docs/scale.md has the form",
@@ -140,7 +143,8 @@ def _rules(axis: str, told: object) -> Rules:
         dims = dim if is_several else [] if dim is None else [dim]
         if any(type(d) is not int or not 0 <= d < _MOST_DIMS for d in dims):
             raise ValueError(f"{axis}: {pattern}: expected a dim or null, got {dim!r:.40}")
-        rules.append((re.compile(pattern), tuple(dims)))
+        with warnings.catch_warnings(action="error"):  # sets that may get another meaning
+            rules.append((re.compile(pattern), tuple(dims)))
     return rules
 
 
@@ -156,27 +160,33 @@ class MeshBoxes:
             PlanError: a rule fits no parameter; a parameter lacks the dim of its rule; or an axis
                 splits nothing.
         """
-        self.mesh, self._catalog, self._is_of_one = mesh, catalog, world_size == 1
-        model = {strip_wrappers(n): t for n, t in model_only(catalog)[0].tensors.items()}
+        self.mesh, found = mesh, model_only(catalog)[0].tensors
+        strip = stripper(found)
+        model = {strip(n): t for n, t in found.items()}
+        self._is_any_cut = any(map(_is_cut, catalog.tensors.values())) and world_size != 1
         self._shapes = {name: entry.shape for name, entry in model.items()}
         self._own = {entry.stored_name: name for name, entry in model.items()}
-        self._lost: list[str] = []
+        self._lost, self._whole = list[str](), list[str]()
         needs = [axis for axis in ("tp", "ep") if getattr(mesh, axis) > 1]
         self.plan = plan or _plan_for(self._shapes, needs)
         self._check(needs)
         self._loads = [0] * mesh.num_ranks
-        trained = {self._parameter(t) for n, t in catalog.tensors.items() if ".state." in n}
-        self._sharded = find_sharded(model, trained - {""})
-        self._sharded |= {n for n in model if any(self.plan.dims(axis, n) for axis in _RULED)}
+        others = (t for t in catalog.tensors.values() if t.stored_name not in self._own)
+        self._sharded = find_sharded(model, {self._parameter(t) for t in others} - {""})
+        ruled = [{n for n in model if self.plan.dims(axis, n) is not None} for axis in _RULED]
+        self._sharded |= set().union(*ruled)
 
     def _check(self, needs: Sequence[str]) -> None:
+        name, num_fitting = next(iter(self._shapes), ""), 0
         for axis, rules in self.plan.rules.items():
+            rest = list(self._shapes)
             for fits, dims in rules:
-                found = [n for n in self._shapes if fits.fullmatch(n)]
+                found = [n for n in rest if fits.fullmatch(n)]
+                rest = [n for n in rest if not fits.fullmatch(n)]
+                num_fitting += len(found)
                 if not found and not self.plan.is_own:
-                    name = next(iter(self._shapes), "")
                     raise PlanError(
-                        f"a rule of the plan fits no parameter: {axis}:"
+                        f"a rule of the plan fits no parameter that no earlier one fits: {axis}:"
                         f" {printable(fits.pattern)!r} ({printable(self.plan.title)})",
                         hint=f"names are those of the model, such as {printable(name)}",
                     )
@@ -186,6 +196,12 @@ class MeshBoxes:
                         f"the plan splits {printable(short[0])!r} along dim {max(dims)}, and its"
                         f" shape is {list(self._shapes[short[0]])}"
                     )
+        if self.plan.rules and not num_fitting:
+            raise PlanError(
+                f"no rule of the plan {printable(self.plan.title)} fits a parameter, such as"
+                f" {printable(name)}",
+                hint="leave --plan out, or give the plan of this model",
+            )
         for axis in needs:
             if not any(self.plan.dims(axis, n) for n in self._shapes):
                 raise PlanError(
@@ -197,22 +213,20 @@ class MeshBoxes:
     def of(self, entry: TensorEntry) -> tuple[Box | None, ...]:
         """Returns the box that each rank saves of a tensor; None for a rank that saves nothing.
 
-        Of ranks with the same box, the one with the fewest bytes so far saves it.
+        Of ranks with the same box, the one with the fewest bytes of such boxes so far saves it.
         """
-        holders: dict[tuple[int, ...], list[int]] = {}
-        boxes = _boxes(entry.shape, *self._splits(entry))
-        for rank, box in enumerate(boxes):  # DCP keeps one chunk per offset
-            ranks = holders.setdefault(box.offsets, [])
-            if ranks and boxes[ranks[0]].numel < box.numel:
-                ranks.clear()  # an empty box at the offset of another one
-            if not ranks or boxes[ranks[0]] == box:
-                ranks.append(rank)
-        saved: list[Box | None] = [None] * len(boxes)
-        for ranks in holders.values():
+        held = _held(entry.shape, *self._splits(entry))
+        if not held.shared:
+            return held.boxes
+        saved = list(held.boxes)
+        for ranks in held.shared:
             rank = min(ranks, key=self._loads.__getitem__)
-            saved[rank] = boxes[rank]
-            self._loads[rank] += boxes[rank].numel * entry.dtype.itemsize
-        assert sum(box.numel for box in saved if box) == whole(entry.shape).numel, entry.fqn
+            box = held.boxes[rank]
+            assert box is not None
+            self._loads[rank] += box.numel * entry.dtype.itemsize
+            for other in ranks:
+                if other != rank:
+                    saved[other] = None
         return tuple(saved)
 
     def notes(self) -> list[str]:
@@ -224,7 +238,8 @@ class MeshBoxes:
             left = [
                 n
                 for n, shape in self._shapes.items()
-                if len(shape) > 1
+                if shape
+                and n in self._sharded
                 and self.plan.dims("tp", n) is None
                 and not (self.mesh.ep > 1 and self.plan.dims("ep", n))
             ]
@@ -232,16 +247,24 @@ class MeshBoxes:
                 notes.append(
                     f"the plan has no rule of tp for {_some(left)}: tp does not split them"
                 )
-        if self._lost and self.plan.rules:
-            what = _some(self._lost)
-            notes.append(f"fsdp alone splits {what}: whose state they are is not known")
+        if self._lost:
+            notes.append(
+                f"fsdp alone splits {_some(self._lost)}: no parameter of the model has these names."
+                " ckpt convert --to dcp writes names for numbers of parameters"
+            )
+        if self._whole:
+            notes.append(
+                f"whole, as buffers are: {_some(self._whole)}. A rule for fsdp splits them"
+            )
         return notes
 
     def _splits(self, entry: TensorEntry) -> tuple[tuple[int, ...], tuple[Placement, ...]]:
         """Returns the sizes of the axes that share a tensor, and its placements on them."""
         name, shape = self._parameter(entry), entry.shape
-        is_sharded = name in self._sharded if name else self._is_of_one or _is_split(entry)
-        if not shape or not is_sharded:
+        is_sharded = name in self._sharded if name else _is_cut(entry) or not self._is_any_cut
+        if not is_sharded or (whole(shape).numel < 2 and not name) or not shape:
+            if whole(shape).numel > 1:
+                self._whole.append(entry.fqn)
             return (self.mesh.num_ranks,), (ReplicatePlacement(),)
         if not name:
             self._lost.append(entry.fqn)
@@ -267,24 +290,57 @@ class MeshBoxes:
         own = self._own.get(entry.stored_name)
         if own is not None:
             return own
-        _, is_state, rest = f".{entry.fqn}".partition(".state.")
-        name = strip_wrappers(rest)
-        while is_state and name:
-            if len(self._shapes.get(name, ())) == len(entry.shape):
-                return name
-            name = name.rpartition(".")[0]
+        keys = entry.fqn.split(".")
+        for at in (number for number, key in enumerate(keys) if key == "state"):
+            for end in range(len(keys) - 1, at + 1, -1):
+                name = ".".join(keys[at + 1 : end])
+                for found in (name, strip_wrappers(name)):
+                    if found in self._shapes and _is_like(entry.shape, self._shapes[found]):
+                        return found
         return ""
 
 
-def _is_split(entry: TensorEntry) -> bool:
+def _is_like(shape: Sequence[int], parameter: Sequence[int]) -> bool:
+    """Tells whether state has the shape of a parameter, or has one element for several of it."""
+    pairs = [*zip(shape, parameter, strict=False)]
+    return len(shape) == len(parameter) and all(a == b or (a > 1 and b % a == 0) for a, b in pairs)
+
+
+def _is_cut(entry: TensorEntry) -> bool:
     return bool(split_dims(entry.chunks.kinds(), entry.shape))
 
 
+class _Held(NamedTuple):
+    """What the ranks of a mesh have of a tensor.
+
+    Attributes:
+        boxes: the box of each rank; None for an empty one, if another rank has that offset.
+        shared: ranks with the same box.
+    """
+
+    boxes: tuple[Box | None, ...]
+    shared: tuple[tuple[int, ...], ...]
+
+
 @lru_cache(maxsize=256)
-def _boxes(
+def _held(
     shape: tuple[int, ...], sizes: tuple[int, ...], placements: tuple[Placement, ...]
-) -> tuple[Box, ...]:
-    return tuple(box for boxes in rank_boxes(shape, sizes, placements) for box in boxes)
+) -> _Held:
+    boxes = [box for boxes in rank_boxes(shape, sizes, placements) for box in boxes]
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for rank, box in enumerate(boxes):  # DCP keeps one chunk per offset
+        ranks = holders.setdefault(box.offsets, [])
+        if ranks and boxes[ranks[0]].numel < box.numel:
+            ranks.clear()
+        if not ranks or boxes[ranks[0]] == box:
+            ranks.append(rank)
+    kept = {rank for ranks in holders.values() for rank in ranks}
+    numel = sum(boxes[ranks[0]].numel for ranks in holders.values())
+    assert numel == whole(shape).numel, (shape, sizes, placements)
+    return _Held(
+        tuple(box if rank in kept else None for rank, box in enumerate(boxes)),
+        tuple(tuple(ranks) for ranks in holders.values() if len(ranks) > 1),
+    )
 
 
 def _plan_for(shapes: Mapping[str, Any], needs: Sequence[str]) -> MeshPlan:

@@ -44,7 +44,10 @@ def values(step: Path) -> dict[str, torch.Tensor]:
     ("source", "axes"),
     [("fsdp=1", "fsdp=2,tp=2,ep=2"), ("fsdp=4", "fsdp=2,tp=2,ep=2"), ("fsdp=2,tp=2,ep=2", "fsdp=4")]
     + [pytest.param("fsdp=1", axes, marks=pytest.mark.slow) for axes in SLOW]
-    + [pytest.param("fsdp=4,tp=2,ep=4", "fsdp=1", marks=pytest.mark.slow)],
+    + [
+        pytest.param(*pair, marks=pytest.mark.slow)
+        for pair in (("fsdp=4,tp=2,ep=4", "fsdp=1"), ("tp=2", "fsdp=4"))
+    ],
 )
 def test_the_chunks_are_those_of_a_job(source: str, axes: str, job: Job, tmp_path: Path) -> None:
     done = ckpt_tools.reshard(job(source), tmp_path / "out", mesh=axes)

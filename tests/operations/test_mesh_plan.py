@@ -45,6 +45,35 @@ def test_a_plan_of_ones_own(step: Path, tmp_path: Path) -> None:
     assert torch.equal(state["w"], torch.arange(48.0).reshape(8, 6))
 
 
+def test_the_first_rule_counts(step: Path, tmp_path: Path) -> None:
+    rules = plan(tmp_path, tp={"bias": None, ".*": 1})
+    ckpt_tools.reshard(step, tmp_path / "out", mesh="tp=2", plan=rules)
+    got = chunks(tmp_path / "out")
+    assert len(got["model.bias"]) == 1 and len(got["model.proj.weight"]) == 2
+
+
+@pytest.mark.parametrize("key", ["state", "app"])
+def test_state_goes_with_its_parameter_below_any_key(key: str, tmp_path: Path) -> None:
+    weights = {"proj.weight": torch.arange(48.0).reshape(8, 6)}
+    moments = {
+        "exp_avg": torch.ones(8, 6),
+        "codes": torch.ones(8, 3),
+        "row": torch.ones(8, 1),
+        "one": torch.ones(1, 1),
+    }
+    whole = {"model": weights, "optimizer": {"state": {"proj.weight": moments}}}
+    dcp.save({key: whole}, checkpoint_id=tmp_path / "step", no_dist=True)
+    rules = plan(tmp_path, tp={r"proj\.weight": 1})
+    done = ckpt_tools.reshard(tmp_path / "step", tmp_path / "out", mesh="fsdp=2,tp=3", plan=rules)
+    got = chunks(tmp_path / "out")
+    front = f"{key}.optimizer.state.proj.weight"
+    assert len(got[f"{key}.model.proj.weight"]) == len(got[f"{front}.exp_avg"]) == 6
+    assert got[f"{front}.codes"] == {((r, c), (4, 1)) for r in (0, 4) for c in (0, 1, 2)}
+    assert got[f"{front}.row"] == {((0, 0), (4, 1)), ((4, 0), (4, 1))}  # fsdp alone
+    assert got[f"{front}.one"] == {((0, 0), (1, 1))}
+    assert any(f"fsdp alone splits 1 tensors ({front}.row)" in note for note in done.notes)
+
+
 def test_what_tp_does_not_split_is_told(step: Path, tmp_path: Path) -> None:
     done = ckpt_tools.reshard(
         step, tmp_path / "out", mesh="tp=2", plan=plan(tmp_path, tp={"bias": 0})
@@ -61,15 +90,19 @@ def test_state_of_an_unknown_parameter_is_told(step: Path, tmp_path: Path) -> No
     done = ckpt_tools.reshard(
         tmp_path / "numbers", tmp_path / "out", mesh="fsdp=2,tp=2", plan=rules
     )
-    told = [note for note in done.notes if "whose state they are is not known" in note]
-    assert told == [
-        "fsdp alone splits 1 tensors (optim.state.0.m): whose state they are is not known"
-    ]
+    told = [note for note in done.notes if "no parameter of the model has these names" in note]
+    assert len(told) == 1 and told[0].startswith("fsdp alone splits 1 tensors (optim.state.0.m)")
     got = chunks(tmp_path / "out")
     assert len(got["optim.state.0.m"]) == 2 and len(got["model.bias"]) == 4
 
 
-_DIMS = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1, "grouped_gemm": 0}
+_DIMS = {
+    "embedding_rowwise": 0,
+    "colwise": 0,
+    "colwise_gather_output": 0,
+    "rowwise": 1,
+    "grouped_gemm": 0,
+}
 _WHOLE = "replicated_with_grad_allreduce"
 
 
@@ -77,10 +110,10 @@ _WHOLE = "replicated_with_grad_allreduce"
 def test_the_plan_of_transformers_is_that_of_its_configs(kind: str) -> None:
     """Where one rank has one box. Packed experts of tensor parallelism have two."""
     config, ours = getattr(transformers, f"{kind}Config"), read_plan("transformers")
-    layer = {f"model.{name}": how for name, how in config.base_model_tp_plan.items()}
-    head = getattr(transformers, f"{kind}ForCausalLM")._tp_plan
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(config(num_hidden_layers=1))
     num_seen = 0
-    for name, how in (layer | head).items():
+    for name, how in model.tp_plan.items():
         plain = ".experts" not in name and ".shared_experts" not in name and how in (*_DIMS, _WHOLE)
         if plain:
             weight = f"{name.replace('*', '3')}.weight"
@@ -119,9 +152,23 @@ def test_a_mesh_of_another_form_is_refused(text: str, told: str) -> None:
         ({"to_ranks": 2, "mesh": "fsdp=2"}, "give one of the two"),
         ({"to_ranks": 2, "plan": "torchtitan"}, "--plan means nothing without --mesh"),
         ({"mesh": "fsdp=2,tp=2"}, "tp: no single plan fits the names of the model"),
-        ({"mesh": "tp=2", "plan": "torchtitan"}, "tp=2 splits no parameter by the plan"),
+        (
+            {"mesh": "fsdp=2", "plan": "torchtitan"},
+            "no rule of the plan torchtitan fits a parameter",
+        ),
+        ({"mesh": "tp=2", "tp": {"bias": None}}, "tp=2 splits no parameter by the plan"),
+        (
+            {"mesh": "tp=2", "tp": {"bias": 0, "b.*": 0}},
+            "fits no parameter that no earlier one fits",
+        ),
+        ({"mesh": "tp=2", "tp": {"(" * 3000 + ")" * 3000: 0}}, "not a plan of a mesh"),
+        ({"mesh": "tp=2", "tp": {"a{99999999999999999999}": 0}}, "not a plan of a mesh"),
+        ({"mesh": "tp=2", "tp": {"[[]bias|bias": 0}}, "not a plan of a mesh: Possible nested set"),
         ({"mesh": "tp=2", "plan": "nowhere.json"}, "not a plan of a mesh"),
-        ({"mesh": "tp=2", "tp": {"other": 0}}, "a rule of the plan fits no parameter: tp: 'other'"),
+        (
+            {"mesh": "tp=2", "tp": {"other": 0}},
+            "fits no parameter that no earlier one fits: tp: 'other'",
+        ),
         ({"mesh": "tp=2", "tp": {"bias": 1}}, "splits 'bias' along dim 1, and its shape is"),
         ({"mesh": "tp=2", "tp": {"bias": -1}}, "expected a dim or null, got -1"),
         ({"mesh": "tp=2", "tp": {"bias": True}}, "expected a dim or null, got True"),

@@ -101,7 +101,10 @@ def read_map(path: str | os.PathLike[str], settings: Mapping[str, int] | None = 
         renames = [_rename(*rule) for rule in body.get("rename", [])]
         drop, keep = (_patterns_of(body, key) for key in ("drop", "keep"))
         rules = {key: [_rule(key, rule) for rule in body.get(key, [])] for key in _FIELDS}
-    except (StorageError, ValueError, TypeError, KeyError, re.error) as error:
+    except (
+        *(StorageError, ValueError, TypeError, KeyError, re.error),
+        *(RecursionError, OverflowError),
+    ) as error:
         hint = f"maps that come along: {', '.join(own_maps())}"
         raise PlanError(
             f"not a key map: {printable(str(error))} ({printable(where)})", hint=hint
