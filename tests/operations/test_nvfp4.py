@@ -126,6 +126,84 @@ def test_back_again(source: Path, tmp_path: Path) -> None:
     assert other["exclude_modules"] == told["ignore"] == said(tmp_path / "ct")["ignore"]
 
 
+def test_what_the_config_names_stays_named(source: Path, tmp_path: Path) -> None:
+    """An output layer that is tied has no tensor, and patterns have another form."""
+    names = ["lm_head", "model.layers.1*", "proj_out"]
+    configure(source, {**MODELOPT, "ignore": names})
+    done = converted(source, "compressed-tensors", tmp_path / "ct")
+    assert not done.left_out and not any("left out" in note for note in done.notes)
+    ignored = said(tmp_path / "ct")["ignore"]
+    assert {"lm_head", r"re:model\.layers\.1.*", "proj_out"} <= set(ignored)
+    configure(tmp_path / "ct", {**said(tmp_path / "ct"), "ignore": [*ignored, "re:(a|b)"]})
+    done = converted(tmp_path / "ct", "modelopt", tmp_path / "back")
+    assert {*names} <= set(said(tmp_path / "back")["ignore"])
+    assert any("are left out: re:(a|b)" in note for note in done.notes)
+
+
+ONE = {"num_bits": 4, "type": "float", "group_size": 16}
+GROUP = {"targets": ["Linear"], "weights": ONE, "input_activations": {**ONE, "num_bits": 8}}
+CACHE = {"num_bits": 8, "type": "float", "dynamic": True}
+
+
+@pytest.mark.parametrize(
+    ("form", "told", "error"),
+    [
+        ("compressed-tensors", {"quant_algo": "W4A8_NVFP4_FP8"}, "W4A8_NVFP4_FP8"),
+        ("compressed-tensors", {"quant_algo": "MIXED_PRECISION"}, "MIXED_PRECISION"),
+        ("compressed-tensors", {"kv_cache_scheme": CACHE}, "a cache of keys and values"),
+        ("modelopt", {"config_groups": {"g": GROUP}}, "input_activations: {'num_bits': 8"),
+        ("modelopt", {"transform_config": {"R": {}}}, "weights are rotated"),
+    ],
+)
+def test_a_config_that_says_something_else_is_refused(
+    form: str, told: dict[str, Any], error: str, source: Path, tmp_path: Path
+) -> None:
+    if form == "modelopt":
+        converted(source, "compressed-tensors", tmp_path / "ct")
+        source = tmp_path / "ct"
+    configure(source, {**said(source), **told})
+    with pytest.raises(PlanError) as found:
+        converted(source, form, tmp_path / "out")
+    assert error in str(found.value) and not (tmp_path / "out").exists()
+
+
+def test_a_cache_that_only_modelopts_own_file_tells(source: Path, tmp_path: Path) -> None:
+    configure(source, {k: v for k, v in MODELOPT.items() if k != "kv_cache_scheme"})
+    converted(source, "compressed-tensors", tmp_path / "ct")
+    assert said(tmp_path / "ct")["kv_cache_scheme"]["num_bits"] == 8
+
+
+def test_experts_that_are_one_tensor_are_refused(source: Path, tmp_path: Path) -> None:
+    tensors = load_file(source / "model.safetensors")
+    front = "model.layers.0.feed_forward.experts.gate_up_proj"
+    tensors[front] = torch.zeros(2, 32, 16, dtype=torch.uint8)
+    tensors[f"{front}_weight_scale"] = torch.ones(2, 32, 2).to(F8)
+    tensors[f"{front}_weight_scale_2"] = torch.tensor(0.5)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(PlanError, match=r"experts\.gate_up_proj may be codes, too"):
+        converted(source, "compressed-tensors", tmp_path / "out", partial=True)
+
+
+def test_activations_of_some_modules_alone_are_refused(source: Path, tmp_path: Path) -> None:
+    change(source, drop="mlp.up_proj.input_scale")
+    with pytest.raises(PlanError, match="only some modules have a factor of activations"):
+        converted(source, "compressed-tensors", tmp_path / "out")
+
+
+def test_options_without_a_meaning_are_refused(source: Path, tmp_path: Path) -> None:
+    for more in ({"keep_dtype": ["*norm*"]}, {"resume": True}, {"check": True}):
+        with pytest.raises(PlanError, match="--keep-dtype|--quantize is not resumed|--check"):
+            converted(source, "compressed-tensors", tmp_path / "out", **more)
+
+
+def configure(folder: Path, quantization: dict[str, Any]) -> None:
+    for manifest in folder.glob("*ckpt.manifest*"):
+        manifest.unlink()
+    config = json.loads((folder / "config.json").read_text())
+    text = json.dumps({**config, "quantization_config": quantization})
+    (folder / "config.json").write_text(text)
+
+
 def change(folder: Path, drop: str = "", **parts: torch.Tensor) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors = {n: t for n, t in tensors.items() if not drop or not n.endswith(drop)}

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torchao import optim
 
-from ckpt_tools import CheckpointManager
+from ckpt_tools import CheckpointManager, PlanError
 
 RUN, KIND, WHAT = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 IS_CUT = WHAT in ("columns", "uneven")
@@ -124,6 +125,22 @@ def kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     return found
 
 
+def check_select(checkpoints: CheckpointManager, state: dict[str, Any]) -> None:
+    """What is not selected keeps its values, or gets none; no part of a moment is loaded alone."""
+    one, (model, optimizer) = "layers.0.weight", state.values()
+    checkpoints.resume(state, select=["model.*", f"optimizer.state.{one}.*"])
+    named = dict(model.named_parameters())
+    assert [n for n, p in named.items() if optimizer.state[p]] == [one]
+    assert optimizer.state[named[one]].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    make_moments(optimizer)
+    kept = numbers(model, optimizer)
+    checkpoints.resume(state, select=["optimizer.param_groups.*"])
+    for name, value in numbers(model, optimizer).items():
+        assert torch.equal(value, kept[name]), name
+    with pytest.raises(PlanError, match="a part of a moment of few bits would be left out"):
+        checkpoints.resume(state, select=[f"optimizer.state.{one}.exp_avg.codes"])
+
+
 def moments_of(model: nn.Module, optimizer: Any, names: set[str]) -> list[torch.Tensor]:
     """Returns moments by parameter and key."""
     of = dict(model.named_parameters())
@@ -161,6 +178,9 @@ def check(checkpoints: CheckpointManager, state: dict[str, Any]) -> None:
     want, last, before = torch.load(RUN / "want-0.pt")
     if WHAT == "used":
         train(model, optimizer, 0, 1)
+    if WHAT == "uneven":
+        check_select(checkpoints, state)
+        model, optimizer = state["model"], state["optimizer"] = model_and_optimizer()
     assert checkpoints.resume(state) == 2
     notes = [] if checkpoints.last_load is None else checkpoints.last_load.notes
     assert any("cut the blocks of" in note for note in notes) == IS_CUT, notes

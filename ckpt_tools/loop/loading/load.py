@@ -244,7 +244,9 @@ class _Load:
             self.manifest, self.as_stored, source.catalog, is_joint=self.group.size > 1
         )
         check_unread(source.catalog, self.state, self.request)
-        self.exported = exported = export(self.state, stored_state(source.catalog))
+        self.exported = exported = export(
+            self.state, stored_state(source.catalog), wants=self.request.wants
+        )
         self.found = found = match(
             exported,
             source.catalog,
@@ -449,7 +451,8 @@ class _Load:
         return {
             n
             for n in self.exported.tensors
-            if n not in loaded and flat_name(paths[n][:-1]) in fresh
+            if n not in loaded
+            and any(flat_name(paths[n][:-depth]) in fresh for depth in (1, 2))  # 2: parts
         }
 
 

@@ -278,6 +278,15 @@ def _resized(
                     " or a function"
                 ),
             )
+        path = exported.paths[name]
+        above = flat_name(path[:-1])
+        is_part = {f"{above}.{part}" for part in (CODES, SCALE)} <= exported.tensors.keys()
+        if how is not None and path[-1] in PARTS and is_part:
+            raise PlanError(
+                f"on_mismatch takes no moments of few bits: {printable(name)!r} has"
+                f" {list(theirs)} in the checkpoint, the state {list(mine)}",
+                hint="leave the optimizer out: select=['model.*']",
+            )
         if how is not None:
             found[name] = how
     return found

@@ -182,7 +182,8 @@ def _blocks_of(parameter: torch.Tensor, block: int, per: int) -> Box:
 
 def _own_box(parameter: torch.Tensor) -> Box:
     """Returns the box of a parameter that this rank has."""
-    return next((shard.box for shard in local_shards({"": parameter})), Box((0,), (0,)))
+    none = Box((0,) * parameter.dim(), (0,) * parameter.dim())
+    return next((shard.box for shard in local_shards({"": parameter})), none)
 
 
 def is_cut(value: Any) -> bool:

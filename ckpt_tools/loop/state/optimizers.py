@@ -8,7 +8,7 @@ Source: torch 2.13 `torch/distributed/checkpoint/state_dict.py`, `torch/optim/op
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -100,13 +100,24 @@ def is_container(optimizer: Optimizer) -> bool:
 
 
 def export_optimizer(
-    optimizer: Optimizer, holders: StateOwners, path: Key, stored: Stored | None
+    optimizer: Optimizer,
+    holders: StateOwners,
+    path: Key,
+    stored: Stored | None,
+    wants: Callable[[str, str], bool] = lambda *_: True,
 ) -> ExportedOptimizer:
     """Returns an optimizer's state by parameter name, and the keys that its class adds.
 
     Before a load, each parameter without state gets tensors like those in the checkpoint. No
     optimizer step makes them: a step would call hooks, and could change parameters. Only for FSDP1,
     torch takes such a step.
+
+    Args:
+        optimizer: whose state it is.
+        holders: what else the state has.
+        path: of the optimizer.
+        stored: its state in the checkpoint to load; None for a save.
+        wants: tells by the names of a parameter and of its state what is loaded.
 
     Raises:
         PlanError: a parameter belongs to nothing in the state, or its state is this rank's alone.
@@ -158,16 +169,19 @@ def export_optimizer(
     widened = [(n, k) for n, k in moments if isinstance(values[n][k], torch.Tensor)]
     # `stored` has plain names, and a module may itself be called `module`
     there = stored or {}
-    states = {name: there.get(name) or there.get(strip_wrappers(name), {}) for name in parameters}
-    fresh = [
-        name
+    states = {
+        name: _wanted(there.get(name) or there.get(strip_wrappers(name), {}), name, wants)
         for name in parameters
-        if stored is not None
-        and (name not in values or _has_other_moments(values[name], states[name]))
-    ]
+    }
+    fresh = [name for name in parameters if stored is not None and name not in values]
+    changed = [name for name in values if _has_other_moments(values[name], states.get(name, {}))]
     for name in fresh:
         like = _rooms(parameters[name], states[name])
         values |= {name: like} if like else {}
+    for name in changed:
+        live, like = values[name], _rooms(parameters[name], states[name])
+        other = {k: v for k, v in like.items() if are_parts(v) or are_parts(live.get(k))}
+        values[name] = {**live, **other}
     free_own = [*own, *(stored or {}).get("", ())]
     return ExportedOptimizer(
         {
@@ -176,10 +190,30 @@ def export_optimizer(
             **extra_of(optimizer),
         },
         fresh,
-        [*free, *fresh, *free_own],
+        [*free, *fresh, *changed, *free_own],
         local,
         widened,
     )
+
+
+def _wanted(
+    stored: Mapping[str, StoredState], name: str, wants: Callable[[str, str], bool]
+) -> dict[str, StoredState]:
+    """Returns what is loaded of a parameter's stored state.
+
+    Raises:
+        PlanError: it would be some parts of a moment of few bits, and not all.
+    """
+    found = {key: state for key, state in stored.items() if wants(name, key)}
+    lost = [key for key in stored if "." in key and key not in found]
+    taken = {key.rpartition(".")[0] for key in found if "." in key}
+    torn = [key for key in lost if key.rpartition(".")[0] in taken]
+    if torn:
+        raise PlanError(
+            f"a part of a moment of few bits would be left out: {printable(f'{name}.{torn[0]}')!r}",
+            hint="select all of its parts, or none",
+        )
+    return found
 
 
 def _own_key(key: Any, value: Any, names: Sequence[str], path: Key) -> str:
@@ -221,18 +255,19 @@ def _is_local(value: Any, parameter: torch.Tensor, name: str) -> bool:
 
 
 def _has_other_moments(own: Mapping[str, Any], stored: Mapping[str, StoredState]) -> bool:
-    """Tells whether a parameter's moments of few bits have another form than the stored ones.
+    """Tells whether a parameter's moments of few bits have another form than those to load.
 
     So have moments of which only one of the two has few bits. They get new memory for a load.
     """
+    loaded = {key.partition(".")[0] for key in stored}
     mine = {
         f"{key}.{part}": tuple(tensor.shape)
         for key, parts in own.items()
-        if are_parts(parts)
+        if are_parts(parts) and key in loaded
         for part, tensor in parts.items()
     }
     theirs = {key: tensor.shape for key, tensor in stored.items() if "." in key}
-    return bool(stored) and mine != theirs
+    return mine != theirs
 
 
 def _rooms(parameter: torch.Tensor, stored: Mapping[str, StoredState]) -> dict[str, Any]:

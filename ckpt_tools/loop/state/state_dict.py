@@ -317,6 +317,7 @@ def export(
     stored: StoredStates | None = None,
     only: str | Callable[[str], bool] | None = None,
     cache: StateCache | None = None,
+    wants: Callable[[str], bool] | None = None,
 ) -> ExportedState:
     """Returns a user's state under flat names.
 
@@ -328,6 +329,7 @@ def export(
         stored: the state of each optimizer in the checkpoint to load; None for a save.
         only: as for `CheckpointManager.save`.
         cache: of the same loop's last save; for whole states only. The caller ends it.
+        wants: tells by name what is loaded; None for all.
 
     Raises:
         PlanError: two entries have the same name, the state lacks an optimizer's parameters, a
@@ -337,7 +339,7 @@ def export(
     _check_nesting(state, (), ())
     owners = holders_of(state)
     refuse_applied(p for _, module in owners.modules for p in module.parameters())
-    exporter = _Exporter(owners, stored, bool(only), cache)
+    exporter = _Exporter(owners, stored, bool(only), cache, wants)
     if cache is not None:
         cache.begin(exporter.holders)
     exporter.result.roots = {str(key) for key in state}
@@ -375,7 +377,9 @@ class _Exporter:
         stored: StoredStates | None,
         is_partial: bool,
         cache: StateCache | None,
+        wants: Callable[[str], bool] | None,
     ) -> None:
+        self.wants = wants or (lambda _: True)
         self.holders, self.stored, self.result = holders, stored, ExportedState(owners=holders)
         self.cache, self.reused = cache, set[str]()
         self.is_partial = is_partial  # only a part of each module is wanted
@@ -473,7 +477,10 @@ class _Exporter:
 
     def _visit_optimizer(self, optimizer: Optimizer, path: Key) -> None:
         with calling("state_dict", optimizer, path):
-            found = export_optimizer(optimizer, self.holders, path, self._stored_for(path))
+            stored, front = self._stored_for(path), flat_name((*path, "state"))
+            found = export_optimizer(
+                optimizer, self.holders, path, stored, lambda n, k: self.wants(f"{front}.{n}.{k}")
+            )
         self.result.free += [(*path, key) for key in extra_of(optimizer)] + [
             (*path, "state", name) for name in found.free
         ]

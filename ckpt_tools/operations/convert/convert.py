@@ -213,7 +213,7 @@ def prepare(
     )
     accept = check_loads if how.get("check") else None
     read = numbers.stored.with_memory_files(layout.memory_file.files)
-    below = catalog  # before weights are quantized
+    below = layout.before or catalog  # before weights are quantized
     if quantization is not None:
         read, below = quantization.over(read), quantization.numbers
     wanted = TransferRequest(

@@ -85,6 +85,7 @@ class TargetLayout:
         self._is_kept = matcher(())  # known with the catalog
         self._model_names: set[str] = set()
         self.quantization: Quantization | None = None
+        self.before: Catalog | None = None  # its codes are written in another form
 
     def lay_out(self, to: str, dst: str) -> _Layout:
         """Returns the catalog to write from, the target's format, and the request."""
@@ -241,8 +242,10 @@ class TargetLayout:
         With it come the `quantization_config`, and other files that tell the same.
         """
         if name in NVFP4_FORMS:
-            said = quantization_of(base, read_config(base))[1]
-            said = said if isinstance(said, Mapping) else {}
+            # ModelOpt's own file may tell more than config.json
+            told = (quantization_of(base, config)[1] for config in ({}, read_config(base)))
+            said = {k: v for one in told if isinstance(one, Mapping) for k, v in one.items()}
+            self.before = catalog
             made = rewrite(catalog, name, self.source, said, self.memory_file)
             self.parts.notes += made.notes
             return made.catalog, made.config, made.files

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ import numpy as np
 from ckpt_tools.core.box import whole
 from ckpt_tools.core.catalog import Catalog, QuantizedWeight, TensorEntry, one_chunk
 from ckpt_tools.core.dtypes import BY_NAME
-from ckpt_tools.core.quantized import described, weights_in
+from ckpt_tools.core.quantized import described, may_be_codes, weights_in
 from ckpt_tools.engine.kernels import cast
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.in_memory import InMemoryFile
@@ -100,24 +101,14 @@ def rewrite(
         IntegrityError: a factor is not what was sealed.
     """
     new = _FORMS[to]
-    (old,) = (form for name, form in _FORMS.items() if name != to)
-    weights = weights_in(catalog.tensors.values())
-    beside = dict[str, set[str]]()
-    for module, _, last in (fqn.rpartition(".") for fqn in catalog.tensors):
-        beside.setdefault(module, set()).add(last)
-    wrong = [w for w in weights if not _has_form(w, old, catalog, beside)]
-    if wrong or not weights:
-        there = f"{printable(wrong[0].codes)!r} is not" if wrong else "no weight is"
-        raise PlanError(
-            f"--quantize {to} rewrites NVFP4 codes of {old.tool}, and {there}:"
-            f" {described(weights) or 'the weights are numbers'}",
-            hint="--dtype bf16 turns codes into numbers; fp8-block and others quantize numbers",
-        )
-    modules = {weight.codes.rpartition(".")[0]: weight for weight in weights}
+    ((tool, old),) = ((name, form) for name, form in _FORMS.items() if name != to)
+    _check_config(tool, said)
+    modules = _modules_in(catalog, old, to)
     pairs = [*zip(old.names, new.names, strict=True)]
     renamed = {f"{m}.{before}": f"{m}.{after}" for m in modules for before, after in pairs}
     factors = {f"{m}.{old.names[i]}" for m in modules for i in (_FACTOR, _INPUT)}
     factors &= catalog.tensors.keys()
+    has_inputs = _has_inputs(modules, factors, old, to)
     inverses = _reciprocals(source, [catalog.tensors[name] for name in sorted(factors)])
     tensors = dict[str, TensorEntry]()
     for fqn, entry in catalog.tensors.items():
@@ -135,21 +126,63 @@ def rewrite(
             parts = tuple(renamed.get(part, part) for part in weight.parts)
             made = replace(made, quantized=QuantizedWeight(parts[0], new.scheme, 4, parts))
         tensors[name] = made
-    left = sorted(_left(catalog, modules))
-    has_inputs = any(name.endswith(f".{old.names[_INPUT]}") for name in factors)
-    if to == "modelopt" and not has_inputs:
-        raise PlanError(
-            "--quantize modelopt: there are no factors of activations (input_global_scale), and"
-            " ModelOpt's NVFP4 has them",
-            hint="these codes are for weights alone; keep the form of compressed-tensors",
-        )
+    left, lost = _left(catalog, modules, to, said)
     config, files = _config(to, said, left, has_inputs)
     what = f"NVFP4 codes of {len(modules):,} modules, from {old.tool}'s form to {new.tool}'s"
     notes = [f"written anew: {what}. The bytes of codes and scales are the same"]
+    if lost:
+        notes.append(f"patterns of modules that are not quantized are left out: {some(lost)}")
     cache = [fqn for fqn in tensors if fqn.rpartition(".")[2] in _OF_CACHE]
     if cache:
         notes.append(f"scales of the cache keep their names: {some(cache)}")
     return Rewritten(replace(catalog, tensors=tensors), config, files, notes)
+
+
+def _modules_in(catalog: Catalog, old: _Form, to: str) -> dict[str, QuantizedWeight]:
+    """Returns the modules with codes of a tool, and their weights.
+
+    Raises:
+        PlanError: there are none, or there are other codes.
+    """
+    weights, beside = weights_in(catalog.tensors.values()), dict[str, set[str]]()
+    for module, _, last in (fqn.rpartition(".") for fqn in catalog.tensors):
+        beside.setdefault(module, set()).add(last)
+    wrong = [w for w in weights if not _has_form(w, old, catalog, beside)]
+    if wrong or not weights:
+        there = f"{printable(wrong[0].codes)!r} is not" if wrong else "no weight is"
+        raise PlanError(
+            f"--quantize {to} rewrites NVFP4 codes of {old.tool}, and {there}:"
+            f" {described(weights) or 'the weights are numbers'}",
+            hint="--dtype bf16 turns codes into numbers; fp8-block and others quantize numbers",
+        )
+    if others := may_be_codes(catalog.tensors.values()):
+        raise PlanError(
+            f"--quantize {to}: {some(others)} may be codes, too, and no tensor says of which form",
+            hint="experts that are one tensor are not written anew",
+        )
+    return {weight.codes.rpartition(".")[0]: weight for weight in weights}
+
+
+def _has_inputs(modules: Mapping[str, object], factors: set[str], old: _Form, to: str) -> bool:
+    """Tells whether activations have factors.
+
+    Raises:
+        PlanError: only those of some modules have, or the form of ModelOpt needs them.
+    """
+    name = old.names[_INPUT]
+    without = [m for m in modules if f"{m}.{name}" not in factors]
+    if without and len(without) < len(modules):
+        raise PlanError(
+            f"only some modules have a factor of activations: {some(without)} have no {name}",
+            hint="were these layers, such as experts that no token reached, calibrated?",
+        )
+    if without and to == "modelopt":
+        raise PlanError(
+            f"--quantize modelopt: there are no factors of activations ({name}), and ModelOpt's"
+            " NVFP4 has them",
+            hint="these codes are for weights alone; keep the form of compressed-tensors",
+        )
+    return not without
 
 
 def _has_form(
@@ -201,14 +234,66 @@ def _reciprocals(source: Source, entries: Sequence[TensorEntry]) -> dict[str, fl
     return found
 
 
-def _left(catalog: Catalog, modules: Mapping[str, object]) -> set[str]:
-    """Returns the modules that have a matrix of numbers in place of codes."""
-    return {
+def _left(
+    catalog: Catalog, modules: Mapping[str, object], to: str, said: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Returns the modules that are not quantized, and patterns that have no form in the other tool.
+
+    They are those with a matrix of numbers, and those that the config names: an output layer that
+    is tied has no tensor.
+    """
+    found = {
         module
         for fqn, entry in catalog.tensors.items()
         if fqn.endswith(".weight") and entry.quantized is None and len(entry.shape) > 1
         if (module := fqn.removesuffix(".weight")) not in modules
     }
+    lost = []
+    for name in map(str, (*_inner(said).get("exclude_modules", ()), *said.get("ignore", ()))):
+        plain = name.removeprefix("re:")
+        if not name.startswith("re:") and "*" not in name:
+            found.add(name)
+        elif to == "compressed-tensors" and not name.startswith("re:"):
+            found.add("re:" + re.escape(name).replace(r"\*", ".*"))
+        elif to == "modelopt" and re.fullmatch(r"(?:\w|\\\.|\.\*)+", plain):
+            found.add(plain.replace(".*", "*").replace(r"\.", "."))
+        else:
+            lost.append(name)
+    return sorted(found), lost
+
+
+def _inner(said: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what ModelOpt's own file says."""
+    inner = said.get("quantization")
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def _check_config(tool: str, said: Mapping[str, Any]) -> None:
+    """Refuses a config that says something else than NVFP4.
+
+    Raises:
+        PlanError: with what it says.
+    """
+    wrong: list[object] = []
+    if said.get("transform_config"):
+        wrong.append("weights are rotated (transform_config)")
+    if tool == "modelopt":
+        algorithms = {said.get("quant_algo"), _inner(said).get("quant_algo")} - {None}
+        wrong += sorted(map(str, algorithms - {"NVFP4"}))
+    else:
+        groups = said.get("config_groups")
+        for group in (groups or {}).values() if isinstance(groups, Mapping | None) else [None]:
+            for part in ("weights", "input_activations"):
+                one = group.get(part) if isinstance(group, Mapping) else {}
+                is_left = one is None and part != "weights"
+                told = (one.get("num_bits"), one.get("type")) if isinstance(one, Mapping) else ()
+                if not is_left and told != (4, "float"):
+                    wrong.append(f"{part}: {one}")
+    if wrong:
+        raise PlanError(
+            f"the config says something else than NVFP4: {printable(str(wrong[0]))}",
+            hint="only weights and activations of 4 bits are written in the other form",
+        )
 
 
 def _config(
@@ -267,15 +352,17 @@ def _cache_of(said: Mapping[str, Any]) -> bool:
     Raises:
         PlanError: it has another one.
     """
-    inner = said.get("quantization")
-    algorithm = inner.get("kv_cache_quant_algo") if isinstance(inner, Mapping) else None
-    scheme = said.get("kv_cache_scheme")
-    if isinstance(scheme, Mapping) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float"):
+    algorithm, scheme = _inner(said).get("kv_cache_quant_algo"), said.get("kv_cache_scheme")
+    if isinstance(scheme, Mapping) and (
+        (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
+        and not scheme.get("dynamic")
+        and scheme.get("strategy") in (None, "tensor")
+    ):
         scheme = "FP8"
     if any(told not in (None, "FP8") for told in (algorithm, scheme)):
         raise PlanError(
             "the config has a cache of keys and values in a form that is not known:"
-            f" {printable(repr(scheme if algorithm is None else algorithm))}",
-            hint="only that of fp8 is written anew",
+            f" {printable(repr(scheme if algorithm in (None, 'FP8') else algorithm))}",
+            hint="only that of fp8, with a scale for a tensor, is written anew",
         )
     return "FP8" in (algorithm, scheme)

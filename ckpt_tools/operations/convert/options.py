@@ -133,6 +133,11 @@ def _check_quantize(how: Mapping[str, Any]) -> None:
         return
     if name not in NVFP4_FORMS:
         method_of(name)
+    elif how.get("keep_dtype"):
+        raise PlanError(
+            f"--keep-dtype means nothing with --quantize {name}: all codes are written anew",
+            hint="leave it out",
+        )
     if how.get("base") is None:
         raise PlanError("--quantize needs --base DIR: its config.json says which layers are linear")
     if how.get("check"):
@@ -143,8 +148,7 @@ def _check_quantize(how: Mapping[str, Any]) -> None:
         )
     if how.get("resume"):
         raise PlanError(
-            "codes that are computed are not resumed: what an earlier attempt read cannot be"
-            " proved any more",
+            "--quantize is not resumed: what an earlier attempt read cannot be proved any more",
             hint="leave --resume out",
         )
 
