@@ -42,7 +42,7 @@ from ckpt_tools.storage.small_files import parse_json
 _SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 # tensors that may lie beside codes without a meaning for their numbers: biases, and scales of
 # activations, of the cache, and upper bounds
-BESIDE = re.compile(
+_BESIDE = re.compile(
     r"(?:.*_)?bias|(?:input|activation|output)_.*|scale_(?:ub|input)|.*_scale_ub"
     r"|(?:[qkv]|kv|prob)_(?:scale|zero_point)"
 )
@@ -142,7 +142,7 @@ class FormulaFinder:
         last = {name.rpartition(".")[2] for name in used}
         last |= self._of_others.get(module, set())
         beside = [n for n in self._modules[module] if n not in last]
-        unknown = [n for n in beside if not BESIDE.fullmatch(n)]
+        unknown = [n for n in beside if not _BESIDE.fullmatch(n)]
         if unknown:
             raise _Unsure(f"beside it lies {module}{dot}{unknown[0]}, whose meaning is not known")
 

@@ -311,7 +311,7 @@ def _is_cut(entry: TensorEntry) -> bool:
 
 
 class _Held(NamedTuple):
-    """What the ranks of a mesh have of a tensor.
+    """The boxes of a tensor on the ranks of a mesh.
 
     Attributes:
         boxes: the box of each rank; None for an empty one, if another rank has that offset.

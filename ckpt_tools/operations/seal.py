@@ -93,9 +93,7 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
     _refuse(work.structure())
     assert work.catalog is not None
     sizes = dict(work.catalog.file_sizes)
-    if (
-        not file and len(sizes) == 1 and not _has_index(folder)
-    ):  # as transformers saves small models
+    if not file and len(sizes) == 1 and not _index_in(folder):  # as transformers saves small models
         return seal(f"{work.store.url.rstrip('/')}/{next(iter(sizes))}", **options)
     index = "" if file else _index_of(work, folder, sizes)
     tensors = list(work.catalog.tensors.values())
@@ -143,8 +141,9 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
     )
 
 
-def _has_index(folder: Store) -> bool:
-    return any(name in folder.list_files() for name in INDEXES)
+def _index_in(folder: Store) -> str:
+    """Returns the name of the index in a directory; "" if there is none."""
+    return next((name for name in INDEXES if name in folder.list_files()), "")
 
 
 def _index_of(work: Verification, folder: Store, sizes: Mapping[str, int]) -> str:
@@ -153,7 +152,7 @@ def _index_of(work: Verification, folder: Store, sizes: Mapping[str, int]) -> st
     Raises:
         PlanError: there is none, or other files look like parts of the checkpoint.
     """
-    index = next((name for name in INDEXES if name in folder.list_files()), "")
+    index = _index_in(folder)
     if not index:
         raise PlanError(
             f"only a checkpoint of one file, or with one index, can be sealed:"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
@@ -65,11 +66,8 @@ def test_codes_and_scales_stay_and_factors_are_reciprocals(source: Path, tmp_pat
     for module in MODULES:
         name = f"model.layers.0.{module}"
         assert torch.equal(after[f"{name}.weight_packed"], before[f"{name}.weight"])
-        for scale in ("weight_scale",):
-            assert torch.equal(
-                after[f"{name}.{scale}"].view(torch.uint8),
-                before[f"{name}.{scale}"].view(torch.uint8),
-            )
+        scales = (found[f"{name}.weight_scale"].view(torch.uint8) for found in (before, after))
+        assert torch.equal(*scales)
         for new, old in (
             ("weight_global_scale", "weight_scale_2"),
             ("input_global_scale", "input_scale"),
@@ -95,6 +93,21 @@ def test_codes_and_scales_stay_and_factors_are_reciprocals(source: Path, tmp_pat
         ckpt_tools.inspect(tmp_path / "ct").extras["quantized"].startswith("4 compressed-tensors")
     )
     assert not ckpt_tools.verify(tmp_path / "ct").problems
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_job_has_the_model_below_a_key(prefix: str, source: Path, tmp_path: Path) -> None:
+    weights = {prefix + name: value for name, value in loaded(source).items()}
+    dcp.save({"model": weights}, checkpoint_id=tmp_path / "step", no_dist=True)
+    how = {"to": "hf", "base": source, "quantize": "compressed-tensors"}
+    ckpt_tools.convert(tmp_path / "step", tmp_path / "job", **how)
+    ckpt_tools.convert(source, tmp_path / "files", **how)
+    one, two = loaded(tmp_path / "job"), loaded(tmp_path / "files")
+    assert one.keys() == two.keys()
+    assert all(
+        torch.equal(one[n].flatten().view(torch.uint8), two[n].flatten().view(torch.uint8))
+        for n in one
+    )
 
 
 def test_the_numbers_are_the_same_but_for_a_rounding(source: Path, tmp_path: Path) -> None:

@@ -137,6 +137,17 @@ def check_select(checkpoints: CheckpointManager, state: dict[str, Any]) -> None:
     checkpoints.resume(state, select=["optimizer.param_groups.*"])
     for name, value in numbers(model, optimizer).items():
         assert torch.equal(value, kept[name]), name
+    wide = Net([nn.Linear(256, 600), nn.Linear(600, 256)])
+    distribute_module(wide, init_device_mesh("cpu", (dist.get_world_size(),)), shard_columns)
+    other = getattr(optim, KIND)(wide.parameters())
+    before = numbers(wide, other)
+    for how, error in (({"*": "skip"}, "takes no moments of few bits"), ({}, "does not fit")):
+        with pytest.raises(PlanError, match=error):
+            checkpoints.resume({"model": wide, "optimizer": other}, on_mismatch=how)
+        after = numbers(wide, other)
+        assert before.keys() == after.keys() and all(
+            torch.equal(after[n], before[n]) for n in after
+        )
     with pytest.raises(PlanError, match="a part of a moment of few bits would be left out"):
         checkpoints.resume(state, select=[f"optimizer.state.{one}.exp_avg.codes"])
 

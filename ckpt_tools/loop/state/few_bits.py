@@ -139,8 +139,8 @@ def rooms_for(
 ) -> dict[str, torch.Tensor]:
     """Returns memory for the parts of a moment, sharded like its parameter.
 
-    If this job's ranks cut blocks, a rank gets memory for all blocks that it has elements of. Parts
-    of another shape get memory as they are stored: `moment_of_parts` refuses them.
+    If this job's ranks cut blocks, a rank gets memory for all blocks that it has elements of. For a
+    parameter of another shape than the stored one, the memory has another shape, too.
 
     Args:
         parameter: whose moment it is.
@@ -151,11 +151,13 @@ def rooms_for(
     block = codes[-1] * per_code // scale[-1] if codes and scale and scale[-1] else 0
     local, rooms = local_part(parameter), dict[str, torch.Tensor]()
     is_cut = block > 0 and not _fits(parameter, block)
-    fits = (*codes[:-1], codes[-1] * per_code) == parameter.shape if codes else False
+    fits = bool(codes) and (*codes[:-1], codes[-1] * per_code) == parameter.shape
     for part, (shape, dtype) in stored.items():
         per = {CODES: per_code, SCALE: block}.get(part, 0)
-        if per and is_cut and fits and scale[:-1] == codes[:-1]:
-            rooms[part] = BoxTensor(shape, _blocks_of(parameter, block, per), dtype)
+        if per and is_cut and parameter.dim():
+            other = (*parameter.shape[:-1], -(-parameter.shape[-1] // per))
+            box = _blocks_of(parameter, block, per)
+            rooms[part] = BoxTensor(shape if fits else other, box, dtype)
             continue
         if not per or not _fits(parameter, per):
             rooms[part] = torch.zeros(shape, dtype=dtype, device="cpu")

@@ -213,9 +213,8 @@ class TargetLayout:
             else ({}, {})
         )
         if base is not None:
-            is_told = not self.parts.is_dequantized  # also of codes that are written anew
-            told = read_config(base) if is_told else config
-            self._check_quantization(base, told, catalog.tensors.values())
+            # `config` does not tell any more of codes that are written in another form
+            self._check_quantization(base, read_config(base), catalog.tensors.values())
         catalog = untie(self.source, catalog, config, self.parts.notes)
         if base is not None:
             is_part = bool(self.how.get("select") or self.how.get("exclude"))

@@ -17,6 +17,15 @@ from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.storage.small_files import parse_json, read_named
 
 _OWN = Path(__file__).parents[2] / "maps"
+_MALFORMED = (
+    StorageError,
+    ValueError,
+    TypeError,
+    KeyError,
+    re.error,
+    RecursionError,
+    OverflowError,
+)
 _KEYS = {"about", "drop", "keep", "rename"}
 
 
@@ -101,10 +110,7 @@ def read_map(path: str | os.PathLike[str], settings: Mapping[str, int] | None = 
         renames = [_rename(*rule) for rule in body.get("rename", [])]
         drop, keep = (_patterns_of(body, key) for key in ("drop", "keep"))
         rules = {key: [_rule(key, rule) for rule in body.get(key, [])] for key in _FIELDS}
-    except (
-        *(StorageError, ValueError, TypeError, KeyError, re.error),
-        *(RecursionError, OverflowError),
-    ) as error:
+    except _MALFORMED as error:
         hint = f"maps that come along: {', '.join(own_maps())}"
         raise PlanError(
             f"not a key map: {printable(str(error))} ({printable(where)})", hint=hint

@@ -22,13 +22,15 @@ import numpy as np
 from ckpt_tools.core.box import whole
 from ckpt_tools.core.catalog import Catalog, QuantizedWeight, TensorEntry, one_chunk
 from ckpt_tools.core.dtypes import BY_NAME
-from ckpt_tools.core.quantized import described, may_be_codes, weights_in
+from ckpt_tools.core.quantized import described, find_quantized, may_be_codes
+from ckpt_tools.engine.formulas import FP4, Rows
 from ckpt_tools.engine.kernels import cast
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.operations.convert.model_names import some
-from ckpt_tools.operations.formulas_of import BESIDE
+from ckpt_tools.operations.formulas_of import FormulaFinder
+from ckpt_tools.operations.quantization_config import ToldByConfig
 from ckpt_tools.operations.quantize import NVFP4_FORMS
 from ckpt_tools.operations.small_tensors import read_small
 from ckpt_tools.publish.sealed_source import checked_manifest
@@ -42,13 +44,14 @@ _CODES, _SCALE, _FACTOR, _INPUT = range(4)
 class _Form(NamedTuple):
     """How a tool names the tensors of a module: codes, scales, factor, factor of activations.
 
-    `shape` is that of a factor.
+    `shape` is that of a factor, and `divides` tells that numbers are divided by it.
     """
 
     tool: str
     scheme: str
     names: tuple[str, str, str, str]
     shape: tuple[int, ...]
+    divides: bool
 
 
 _FORMS: dict[str, _Form] = {
@@ -57,12 +60,14 @@ _FORMS: dict[str, _Form] = {
         "codes with scales",
         ("weight", "weight_scale", "weight_scale_2", "input_scale"),
         (),
+        False,
     ),
     "compressed-tensors": _Form(
         "compressed-tensors",
         "compressed-tensors, packed",
         ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
         (1,),
+        True,
     ),
 }
 assert tuple(_FORMS) == NVFP4_FORMS
@@ -128,7 +133,7 @@ def rewrite(
         tensors[name] = made
     left, lost = _left(catalog, modules, to, said)
     config, files = _config(to, said, left, has_inputs)
-    what = f"NVFP4 codes of {len(modules):,} modules, from {old.tool}'s form to {new.tool}'s"
+    what = f"NVFP4 codes of {len(modules):,} modules in the form of {new.tool}, from {old.tool}'s"
     notes = [f"written anew: {what}. The bytes of codes and scales are the same"]
     if lost:
         notes.append(f"patterns of modules that are not quantized are left out: {some(lost)}")
@@ -144,15 +149,15 @@ def _modules_in(catalog: Catalog, old: _Form, to: str) -> dict[str, QuantizedWei
     Raises:
         PlanError: there are none, or there are other codes.
     """
-    weights, beside = weights_in(catalog.tensors.values()), dict[str, set[str]]()
-    for module, _, last in (fqn.rpartition(".") for fqn in catalog.tensors):
-        beside.setdefault(module, set()).add(last)
-    wrong = [w for w in weights if not _has_form(w, old, catalog, beside)]
+    # under the names in the catalog: the checkpoint may have others
+    weights = {w.codes: w for w in find_quantized(catalog.tensors).values()}
+    finder = FormulaFinder(catalog.tensors, ToldByConfig())
+    wrong = [codes for codes, w in weights.items() if not _has_form(w, old, finder)]
     if wrong or not weights:
-        there = f"{printable(wrong[0].codes)!r} is not" if wrong else "no weight is"
+        there = f"{printable(wrong[0])!r} is not" if wrong else "no weight is"
         raise PlanError(
             f"--quantize {to} rewrites NVFP4 codes of {old.tool}, and {there}:"
-            f" {described(weights) or 'the weights are numbers'}",
+            f" {described(weights.values()) or 'the weights are numbers'}",
             hint="--dtype bf16 turns codes into numbers; fp8-block and others quantize numbers",
         )
     if others := may_be_codes(catalog.tensors.values()):
@@ -160,7 +165,7 @@ def _modules_in(catalog: Catalog, old: _Form, to: str) -> dict[str, QuantizedWei
             f"--quantize {to}: {some(others)} may be codes, too, and no tensor says of which form",
             hint="experts that are one tensor are not written anew",
         )
-    return {weight.codes.rpartition(".")[0]: weight for weight in weights}
+    return {codes.rpartition(".")[0]: weight for codes, weight in weights.items()}
 
 
 def _has_inputs(modules: Mapping[str, object], factors: set[str], old: _Form, to: str) -> bool:
@@ -185,30 +190,18 @@ def _has_inputs(modules: Mapping[str, object], factors: set[str], old: _Form, to
     return not without
 
 
-def _has_form(
-    weight: QuantizedWeight, form: _Form, catalog: Catalog, beside: Mapping[str, set[str]]
-) -> bool:
-    """Tells whether a weight is NVFP4 as a tool writes it, and its module has no more than that."""
-    module, _, last = weight.codes.rpartition(".")
-    if last != form.names[_CODES] or weight.scheme != form.scheme:
-        return False
-    found = [catalog.tensors.get(f"{module}.{name}") for name in form.names]
-    codes, scales, factor, of_inputs = found
-    if codes is None or scales is None or factor is None or len(codes.shape) != 2:
-        return False
-    rows, columns = codes.shape
+def _has_form(weight: QuantizedWeight, form: _Form, finder: FormulaFinder) -> bool:
+    """Tells whether a weight is a matrix in NVFP4 as a tool writes it."""
+    found = finder.find(weight, {}) if not finder.small_parts(weight) else ""
+    formula = None if isinstance(found, str) else found.formula
     return (
-        codes.dtype.name == "uint8"
-        and scales.dtype.name == "float8_e4m3fn"
-        and scales.shape == (rows, 2 * columns // _GROUP)
-        and 2 * columns % _GROUP == 0
-        and all(n in form.names or BESIDE.fullmatch(n) for n in beside[module])
-        and all(f is None or _is_one(f) for f in (factor, of_inputs))
+        isinstance(formula, Rows)
+        and formula.code == FP4
+        and formula.factor is not None
+        and formula.divides == form.divides
+        and len(formula.shape) == 2
+        and weight.codes.endswith(f".{form.names[_CODES]}")
     )
-
-
-def _is_one(factor: TensorEntry) -> bool:
-    return factor.dtype.is_castable and whole(factor.shape).numel == 1
 
 
 def _reciprocals(source: Source, entries: Sequence[TensorEntry]) -> dict[str, float]:
@@ -217,6 +210,12 @@ def _reciprocals(source: Source, entries: Sequence[TensorEntry]) -> dict[str, fl
     Raises:
         PlanError: one is not a positive finite number, or its reciprocal is none.
     """
+    for entry in entries:
+        if not entry.dtype.is_castable or whole(entry.shape).numel != 1:
+            raise PlanError(
+                f"a factor of NVFP4 codes is no single number: {printable(entry.fqn)!r} is"
+                f" {entry.dtype.name} {list(entry.shape)}"
+            )
     data = read_small(source, entries, checked_manifest(source))
     found: dict[str, float] = {}
     for entry in entries:
@@ -272,7 +271,7 @@ def _check_config(tool: str, said: Mapping[str, Any]) -> None:
     """Refuses a config that says something else than NVFP4.
 
     Raises:
-        PlanError: with what it says.
+        PlanError: it does; the message has its words.
     """
     wrong: list[object] = []
     if said.get("transform_config"):
