@@ -45,6 +45,7 @@ from ckpt_tools.loop.loading.read_shards import empty_tensor, read_shards
 from ckpt_tools.loop.loading.rename import parameter_renamer, renamed, substituter
 from ckpt_tools.loop.loading.shared_read import read_together
 from ckpt_tools.loop.state.archives import unpack
+from ckpt_tools.loop.state.composite import not_live
 from ckpt_tools.loop.state.late_staging import hold_all
 from ckpt_tools.loop.state.loader_states import deal_in_turn, has_read_all
 from ckpt_tools.loop.state.objects import Key
@@ -254,6 +255,7 @@ class _Load:
             str(source.path),
             _lacks_frozen(self.manifest),
         )
+        self._check_descriptions()
         unread = [
             f"{printable(n)} is {printable(kind)}, which is not read"
             for n, kind in source.catalog.unread.items()
@@ -276,6 +278,24 @@ class _Load:
                 for s in local_shards(tensors)
             ]
         )
+
+    def _check_descriptions(self) -> None:
+        """Checks that quantized weights of the state are of the kinds that were saved.
+
+        Raises:
+            PlanError: one is of another class, or its tensors mean something else.
+        """
+        for name, found in self.exported.composites.items():
+            stored = self.found.objects.get(name)
+            if stored is None:
+                continue
+            theirs = _read_object(self.source, stored, self.request.trust_pickle)
+            if theirs != found.described:
+                raise PlanError(
+                    f"a quantized weight is of another kind: {printable(name)!r} was saved as"
+                    f" {printable(str(theirs))}, and the state has {found.described}",
+                    hint="quantize the model as it was quantized for the save",
+                )
 
     def replicated(self) -> list[str]:
         """Returns the stored names that this rank loads and that several ranks saved."""
@@ -413,6 +433,11 @@ class _Load:
         left = self.found.gone | self._idle(paths)
         given = {n: v for n, v in current.items() if root_of(n, paths) in touched and n not in left}
         given |= self.added | self.values
+        for name, found in exported.composites.items():  # filled where they lie
+            for part in (name, *found.parts):
+                given.pop(part, None)
+        made = not_live(exported.composites, (m for _, m in exported.owners.modules))
+        given |= {n: found.value for n, found in made.items() if not left.issuperset(found.parts)}
         manifest = self.manifest
         # checkpoints of the manager keep integer keys
         if manifest is None or manifest.operation != "save" or manifest.step is None:

@@ -19,6 +19,7 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.loading.load_request import LoadRequest, OnMismatch
 from ckpt_tools.loop.loading.misfits import Misfits, misfit_hint, misfit_table, shown_names
 from ckpt_tools.loop.loading.names import PairedNames, places_above, root_of
+from ckpt_tools.loop.state.composite import check_parts
 from ckpt_tools.loop.state.few_bits import CODES, PARTS, SCALE
 from ckpt_tools.loop.state.objects import Key
 from ckpt_tools.loop.state.optimizers import StoredState
@@ -128,6 +129,7 @@ def match(
         if resized.get(n) != "skip" and exported.paths[n][:-1] not in skipped
     }
     new = [n for n in new if not places_above(n, {flat_name(path) for path in skipped})]
+    check_parts(exported.composites, tensors, "would not be loaded")
     shapes, types = _unfit(exported, catalog, tensors, resized, request.cast)
     misfits = Misfits(absent, extra, shapes, types, pairs.kinds)
     error = _error_of(misfits, request.strict, exported, catalog, pairs.names, where)
@@ -154,6 +156,7 @@ def _unfit(
     cast: bool,
 ) -> tuple[list[str], list[str]]:
     """Returns two lists of tensors: those of other shapes, and those of types that do not fit."""
+    parts = {part for found in exported.composites.values() for part in found.parts}
     shapes = [
         n
         for n, s in tensors.items()
@@ -162,7 +165,7 @@ def _unfit(
     types = [
         n
         for n, s in tensors.items()
-        if not _fits_type(exported.tensors[n], catalog.tensors[s], cast)
+        if not _fits_type(exported.tensors[n], catalog.tensors[s], cast and n not in parts)
     ]
     return shapes, types
 
@@ -188,7 +191,7 @@ def _error_of(
     if not is_refused and not (strict and misfits.extra):
         return None
     table = misfit_table(exported, catalog, names, misfits, where)
-    error = PlanError(table, hint=misfit_hint(misfits, strict))
+    error = PlanError(table, hint=misfit_hint(misfits, exported, catalog, strict))
     if is_refused:
         raise error
     return error
@@ -281,11 +284,13 @@ def _resized(
         path = exported.paths[name]
         above = flat_name(path[:-1])
         is_part = {f"{above}.{part}" for part in (CODES, SCALE)} <= exported.tensors.keys()
-        if how is not None and path[-1] in PARTS and is_part:
+        is_part = is_part and path[-1] in PARTS
+        is_part = is_part or any(name in one.parts for one in exported.composites.values())
+        if how is not None and is_part:
             raise PlanError(
-                f"on_mismatch takes no moments of few bits: {printable(name)!r} has"
-                f" {list(theirs)} in the checkpoint, the state {list(mine)}",
-                hint="leave the optimizer out: select=['model.*']",
+                f"on_mismatch takes no parts of quantized weights or moments: {printable(name)!r}"
+                f" has {list(theirs)} in the checkpoint, the state {list(mine)}",
+                hint="leave it out with select, with all of its parts",
             )
         if how is not None:
             found[name] = how

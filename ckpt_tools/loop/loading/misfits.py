@@ -13,6 +13,7 @@ from ckpt_tools.core.catalog import (
     Catalog,
 )
 from ckpt_tools.errors import printable
+from ckpt_tools.loop.state.composite import part_front
 from ckpt_tools.loop.state.state_dict import ExportedState, value_of_ranks
 
 _SHOWN = 8
@@ -77,7 +78,7 @@ def _nearest(name: str, others: Sequence[str]) -> str:
     return f"  nearest: {printable(close[0])}" if close else ""
 
 
-def misfit_hint(misfits: Misfits, strict: bool) -> str:
+def misfit_hint(misfits: Misfits, exported: ExportedState, catalog: Catalog, strict: bool) -> str:
     absent, extra = misfits.absent, misfits.extra
     of_ranks = [place for n in extra if (place := value_of_ranks(n)) in absent]
     if of_ranks:
@@ -89,6 +90,13 @@ def misfit_hint(misfits: Misfits, strict: bool) -> str:
                 f"the names differ by a prefix only: {printable(theirs)!r} in the checkpoint,"
                 f" {printable(ours)!r} in the state"
             )
+    for name in misfits.kinds:
+        if name in exported.composites:
+            return (
+                f"{printable(name)} is quantized in the state alone: load it, and then quantize it"
+            )
+        if any(n.startswith(part_front(name)) for n in catalog.tensors):
+            return f"{printable(name)} is quantized in the checkpoint: quantize the model as before"
     if misfits.shapes:
         return (
             f"choose how to load other shapes: on_mismatch={{{misfits.shapes[0]!r}: 'grow' or"

@@ -115,6 +115,7 @@ class PairedNames:
         empty = set(filter(self._is_empty, missing_objects))  # DCP stores none of them
         # torch's `load_state_dict` keeps the names of the job, if none are stored
         own = {n for n in missing_objects if exported.paths[n][-1] == "param_names"}
+        own |= {n for n in missing_objects if n in exported.composites}  # other writers have none
         absent = [n for n in every if n not in tied | self.settled | empty | gone | own]
         if lacks_frozen:
             absent = _without_frozen(absent, exported.frozen, self.notes)

@@ -25,7 +25,7 @@ from ckpt_tools.errors import printable
 from ckpt_tools.loop.state.checksums import checksums_of
 from ckpt_tools.loop.state.optimizers import StateOwners
 from ckpt_tools.loop.state.shard_info import FileKind, ShardInfo
-from ckpt_tools.loop.state.shards import local_part
+from ckpt_tools.loop.state.shards import local_part, tensors_in
 from ckpt_tools.loop.state.unchanged import memory_of, plainly
 
 LEAST_BYTES = 1 << 20  # of such shards on a rank: below, a file of their own does not pay
@@ -112,11 +112,12 @@ class StayingShards:
     ) -> list[int]:
         with plainly():
             frozen = {
-                memory_of(local_part(parameter))
+                memory_of(part)
                 for _, root in owners.modules
                 for module in root.modules()
                 for parameter in module._parameters.values()
                 if parameter is not None and not parameter.requires_grad
+                for part in tensors_in(local_part(parameter))
             }
             if not frozen:
                 return []

@@ -11,24 +11,22 @@ Source: torchao 0.18, `optim/subclass_8bit.py`, `subclass_4bit.py`, `subclass_fp
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpt_tools.core.box import Box, whole
-from ckpt_tools.core.placements import (
-    Placement,
-    ReplicatePlacement,
-    ShardPlacement,
-    StridedShardPlacement,
-    rank_boxes,
-)
+from ckpt_tools.core.box import Box
 from ckpt_tools.errors import PlanError, printable
-from ckpt_tools.loop.state.shards import BoxTensor, local_part, local_shards
+from ckpt_tools.loop.state.shards import (
+    BoxTensor,
+    boxes_of_ranks,
+    local_part,
+    local_shards,
+    shared_like,
+)
 
 CODES, SCALE, TABLE = "codes", "scale", "qmap"
 PARTS = (CODES, SCALE, TABLE)
@@ -61,7 +59,7 @@ def _kind_of(value: object) -> _Kind | None:
     return next((kind for kind in _KINDS if (kind.module, kind.name) == where), None)
 
 
-def parts_of_moment(value: Any, optimizer: Optimizer, key: str, for_loading: bool) -> Any:
+def parts_of_moment(value: Any, optimizer: Optimizer | None, key: str, for_loading: bool) -> Any:
     """Returns the plain tensors of a moment of few bits by their part; any other value itself.
 
     They lie in the memory of the moment. If a rank's part of the moment does not end with a block,
@@ -69,7 +67,7 @@ def parts_of_moment(value: Any, optimizer: Optimizer, key: str, for_loading: boo
 
     Args:
         value: of the optimizer's state.
-        optimizer: whose it is.
+        optimizer: whose it is; None if all ranks are known to have codes of it.
         key: of the value.
         for_loading: a load follows, so only this rank's own form matters.
     """
@@ -79,8 +77,34 @@ def parts_of_moment(value: Any, optimizer: Optimizer, key: str, for_loading: boo
     local: Any = local_part(value)
     is_whole = _fits(value, local.block_size) and (for_loading or _is_kept_everywhere(value))
     if not is_whole:
-        return _like(value, local.dequantize(torch.float32).reshape(local.shape), value.shape)
+        return shared_like(value, local.dequantize(torch.float32).reshape(local.shape), value.shape)
     return _parts(value, local, kind)
+
+
+def parts_of_shared_moment(value: torch.Tensor, name: str, for_loading: bool) -> Any:
+    """Returns the plain tensors of a moment of few bits without its optimizer; any other itself.
+
+    Args:
+        value: of a state dict.
+        name: for messages.
+        for_loading: a load follows, so the tensors must lie in the memory of the moment.
+
+    Raises:
+        PlanError: some rank has no codes of it; or a load would need other memory.
+    """
+    kind = _kind_of(value)
+    if kind is None:
+        return value
+    local: Any = local_part(value)
+    is_everywhere = all(box.numel >= _LEAST_NUMEL for box in boxes_of_ranks(value))
+    fits = _fits(value, local.block_size)
+    if is_everywhere and (fits or not for_loading):
+        return parts_of_moment(value, None, "", for_loading)
+    why = "their blocks are cut" if is_everywhere else "some rank's part is kept in full"
+    raise PlanError(
+        f"dcp keeps no codes of a moment that ranks share: {why} ({printable(name)!r})",
+        hint="CheckpointManager and ckpt_tools.save and load can: they know the optimizer",
+    )
 
 
 def _parts(value: torch.Tensor, local: Any, kind: _Kind) -> dict[str, torch.Tensor]:
@@ -89,13 +113,13 @@ def _parts(value: torch.Tensor, local: Any, kind: _Kind) -> dict[str, torch.Tens
 
     def part(found: torch.Tensor, per: int) -> torch.Tensor:
         shape = (*value.shape[:-1], value.shape[-1] // per)
-        return _like(value, found.reshape(*lead, columns // per), shape)
+        return shared_like(value, found.reshape(*lead, columns // per), shape)
 
     parts = {CODES: part(local.codes, kind.per_code), SCALE: part(local.scale, local.block_size)}
     return {**parts, TABLE: local.qmap} if kind.has_table else parts
 
 
-def _as_elsewhere(value: Any, optimizer: Optimizer, key: str) -> Any:
+def _as_elsewhere(value: Any, optimizer: Optimizer | None, key: str) -> Any:
     """Returns a plain moment of this rank in the form that the others give it.
 
     A rank without elements has empty parts. A short type becomes float32, if another rank has codes
@@ -105,7 +129,7 @@ def _as_elsewhere(value: Any, optimizer: Optimizer, key: str) -> Any:
     is_moment = isinstance(value, DTensor) and value.is_floating_point() and value.dim() > 0
     if not is_moment or type(block) is not int or not is_torchao(optimizer):
         return value
-    boxes = [box for box in _boxes(value) if box.numel]
+    boxes = [box for box in boxes_of_ranks(value) if box.numel]
     is_each = [box.numel >= _LEAST_NUMEL and box.numel % block == 0 for box in boxes]
     local = local_part(value)
     if boxes and all(is_each) and _fits(value, block) and not local.numel():
@@ -164,7 +188,9 @@ def rooms_for(
             continue
         sizes = (*local.shape[:-1], local.shape[-1] // per)
         room = torch.zeros(sizes, dtype=dtype, device=local.device)
-        rooms[part] = _like(parameter, room, (*parameter.shape[:-1], parameter.shape[-1] // per))
+        rooms[part] = shared_like(
+            parameter, room, (*parameter.shape[:-1], parameter.shape[-1] // per)
+        )
     return rooms
 
 
@@ -219,9 +245,9 @@ def moment_of_parts(value: Any, parameter: torch.Tensor, optimizer: Optimizer, n
     codes, scale = local_part(value[CODES]), local_part(value[SCALE])
     kind = next((k for k in _KINDS if _is_of(k, codes, table)), None)
     if kind is not None and is_cut(value):
-        return _like(parameter, _own_numbers(value, parameter, kind), parameter.shape)
+        return shared_like(parameter, _own_numbers(value, parameter, kind), parameter.shape)
     if not local.numel():  # torchao keeps nothing of it
-        return _like(parameter, torch.zeros_like(local), parameter.shape)
+        return shared_like(parameter, torch.zeros_like(local), parameter.shape)
     per_code, blocks = kind.per_code if kind else 1, scale.shape[-1] if scale.dim() else 0
     # what is not sharded like the parameter belongs to one of another shape
     is_sharded_alike = all(isinstance(value[part], DTensor) for part in (CODES, SCALE))
@@ -248,7 +274,7 @@ def moment_of_parts(value: Any, parameter: torch.Tensor, optimizer: Optimizer, n
         more = () if kind.per_code == 1 else (local.shape,)
         codes = codes if kind.per_code == 1 else codes.reshape(-1)
         found = made(codes, scale, table, bool(table.min() < 0), *more, **how)
-    return _like(parameter, found, parameter.shape)
+    return shared_like(parameter, found, parameter.shape)
 
 
 def _own_numbers(value: Any, parameter: torch.Tensor, kind: _Kind) -> torch.Tensor:
@@ -320,45 +346,13 @@ def is_torchao(optimizer: object) -> bool:
     return any(one.__module__.startswith("torchao.") for one in type(optimizer).__mro__)
 
 
-def _like(model: torch.Tensor, local: torch.Tensor, shape: Any) -> torch.Tensor:
-    """Returns a tensor of this rank's part, with the mesh and the placements of another tensor."""
-    if not isinstance(model, DTensor):
-        return local
-    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return DTensor.from_local(
-        local,
-        model.device_mesh,
-        model.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=stride,
-    )
-
-
 def _is_kept_everywhere(value: torch.Tensor) -> bool:
     """Tells whether every rank has so many elements of a moment that it keeps codes."""
-    return all(not box.numel or box.numel >= _LEAST_NUMEL for box in _boxes(value))
+    return all(not box.numel or box.numel >= _LEAST_NUMEL for box in boxes_of_ranks(value))
 
 
 def _fits(value: torch.Tensor, block: int) -> bool:
     """Tells whether the last dim of every rank's part begins and ends with a block."""
     return bool(value.dim()) and all(
-        box.offsets[-1] % block == 0 and box.sizes[-1] % block == 0 for box in _boxes(value)
+        box.offsets[-1] % block == 0 and box.sizes[-1] % block == 0 for box in boxes_of_ranks(value)
     )
-
-
-def _boxes(value: torch.Tensor) -> list[Box]:
-    if not isinstance(value, DTensor):
-        return [whole(value.shape)]
-    mesh = value.device_mesh
-    placements = [_placement(one) for one in value.placements]
-    return [box for boxes in rank_boxes(value.shape, mesh.shape, placements) for box in boxes]
-
-
-def _placement(placed: Any) -> Placement:
-    if isinstance(placed, Replicate | Partial):
-        return ReplicatePlacement()
-    # torch's strided shard may be a subclass of the plain one, or not
-    if type(placed) is Shard:
-        return ShardPlacement(placed.dim)
-    return StridedShardPlacement(placed.dim)

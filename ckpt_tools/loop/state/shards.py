@@ -5,17 +5,26 @@ Only this module distinguishes DTensor, ShardedTensor and plain tensors. Imports
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import Shard as ShardOfDim
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_tools.core.box import Box, whole
 from ckpt_tools.core.dtypes import BY_NAME, DType
+from ckpt_tools.core.placements import (
+    Placement,
+    ReplicatePlacement,
+    ShardPlacement,
+    StridedShardPlacement,
+    rank_boxes,
+)
 from ckpt_tools.errors import PlanError, printable
 
 
@@ -126,6 +135,48 @@ def local_part(value: torch.Tensor) -> torch.Tensor:
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
+def shared_like(
+    model: torch.Tensor, local: torch.Tensor, shape: Sequence[int], placements: Any = None
+) -> torch.Tensor:
+    """Returns a tensor of this rank's part, on the mesh of another tensor.
+
+    Args:
+        model: the other tensor. If it is no DTensor, the part is the whole.
+        local: this rank's part.
+        shape: of the whole.
+        placements: on the mesh; those of `model` if None.
+    """
+    if not isinstance(model, DTensor):
+        return local
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(
+        local,
+        model.device_mesh,
+        model.placements if placements is None else placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
+    )
+
+
+def boxes_of_ranks(value: torch.Tensor) -> list[Box]:
+    """Returns the boxes that all ranks of a tensor's mesh have; the whole, if it has no mesh."""
+    if not isinstance(value, DTensor):
+        return [whole(value.shape)]
+    mesh = value.device_mesh
+    placements = [_placement(one) for one in value.placements]
+    return [box for boxes in rank_boxes(value.shape, mesh.shape, placements) for box in boxes]
+
+
+def _placement(placed: Any) -> Placement:
+    if isinstance(placed, Replicate | Partial):
+        return ReplicatePlacement()
+    # torch's strided shard may be a subclass of the plain one, or not
+    if type(placed) is ShardOfDim:
+        return ShardPlacement(placed.dim)
+    return StridedShardPlacement(placed.dim)
+
+
 def is_sharded(value: torch.Tensor) -> bool:
     """Tells whether a tensor knows which part of it lies on which rank."""
     return isinstance(value, DTensor | ShardedTensor | BoxTensor)
@@ -170,18 +221,22 @@ def check_one_tensor(fqn: str, value: torch.Tensor) -> None:
     Raises:
         PlanError: with the name of its class.
     """
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) and _num_tensors(value) > 1:
+    if len(tensors_in(value)) > 1:
         raise PlanError(
             f"a tensor consists of several tensors: {type(value).__name__} ({printable(fqn)!r})",
-            hint="save the tensors that it consists of under names of their own. CheckpointManager"
-            " and ckpt_tools.save do that with moments of torchao's optimizers",
+            hint="give CheckpointManager or ckpt_tools.save the module or the optimizer itself;"
+            " give dcp.save the SavePlanner of ckpt_tools.distributed; or give the tensors names",
         )
 
 
-def _num_tensors(value: torch.Tensor) -> int:
-    if not is_traceable_wrapper_subclass(value):
-        return 1
-    return sum(_num_tensors(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+def tensors_in(value: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the tensors that a tensor consists of; a plain one alone."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter) or not is_traceable_wrapper_subclass(
+        value
+    ):
+        return [value]
+    inside = (getattr(value, name) for name in value.__tensor_flatten__()[0])
+    return [tensor for one in inside for tensor in tensors_in(one)]
 
 
 def _dtype(fqn: str, value: torch.Tensor) -> DType:

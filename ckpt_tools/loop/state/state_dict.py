@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from ckpt_tools.core.catalog import is_valid_name
 from ckpt_tools.core.naming import WRAPPERS, is_norm_buffer, is_optimizer_state
 from ckpt_tools.errors import CheckpointError, PlanError, printable
+from ckpt_tools.loop.state.composite import Composite, as_composite, check_parts
 from ckpt_tools.loop.state.ema import Ema, refuse_applied
 from ckpt_tools.loop.state.modules import module_state, plain_parameter_names
 from ckpt_tools.loop.state.objects import (
@@ -158,6 +159,8 @@ class ExportedState:
         of_modules: names of the entries of modules; for a save of a part.
         kinds: of tensors for which a difference between ranks is not just an error.
         widened: names of moments of few bits that are float32 here.
+        composites: weights of modules that consist of several tensors, by their flat names. The
+            tensors are entries of their own, and so is the description, under the weight's name.
         owners: the modules, tensors and optimizers of the state.
     """
 
@@ -175,6 +178,7 @@ class ExportedState:
     of_modules: set[str] = field(default_factory=set)
     kinds: dict[str, ReplicaKind] = field(default_factory=dict)
     widened: list[str] = field(default_factory=list)
+    composites: dict[str, Composite] = field(default_factory=dict)
     owners: StateOwners = field(default_factory=lambda: StateOwners((), (), ()))
 
     def leave_out(self, accepts: Callable[[str], bool]) -> None:
@@ -351,6 +355,7 @@ def export(
     result = exporter.result
     if only:
         result.leave_out(only if callable(only) else lambda name: name not in result.frozen)
+        check_parts(result.composites, result.tensors, "would be left out")
     return result
 
 
@@ -409,15 +414,22 @@ class _Exporter:
         before = len(self.result.tensors), len(self.result.objects)
         with calling("state_dict", module, path):
             exported = module_state(module)
-        exported = _tied(module, exported)
+        exported, composites = _parts_of(_tied(module, exported))
+        self.result.composites |= {
+            flat_name((*path, name)): found._replace(
+                parts={flat_name((*path, n)): part for n, part in found.parts.items()}
+            )
+            for name, found in composites.items()
+        }
         if self.is_partial or self.stored is not None:
-            self.result.frozen |= {flat_name((*path, name)) for name in _frozen(module)}
+            frozen = _with_parts(_frozen(module), composites)
+            self.result.frozen |= {flat_name((*path, name)) for name in frozen}
         if self.stored is not None:
             self._free_extra(exported, path)
             self.result.kept += [f"{flat_name(path)}.{name}" for name in _non_persistent(module)]
         known = {*self.result.tensors, *self.result.objects} if self.is_partial else set()
         self.emit(exported, path, is_root=True)
-        trained = plain_parameter_names(module, exported)
+        trained = _with_parts(plain_parameter_names(module, exported), composites)
         self._let_differ(before[0], {flat_name((*path, name)) for name in trained})
         if self.is_partial:
             self.result.of_modules |= {*self.result.tensors, *self.result.objects} - known
@@ -699,6 +711,34 @@ def _tied(model: nn.Module, exported: dict[str, Any]) -> dict[str, Any]:
         if plain in exported and original in exported:
             exported[plain] = exported[original]
     return exported
+
+
+def _parts_of(exported: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Composite]]:
+    """Returns an export of a module with plain tensors in the place of composite weights.
+
+    Also returns these weights, by their names.
+    """
+    plain, composites = dict[str, Any](), dict[str, Composite]()
+    for name, value in exported.items():
+        found = as_composite(name, value)
+        if found is None:
+            plain[name] = value
+            continue
+        if not found.parts.keys().isdisjoint(exported):
+            raise PlanError(
+                "a module has an entry with the name of a part of a weight that consists of several"
+                f" tensors: {printable(sorted(found.parts.keys() & exported.keys())[0])!r}",
+                hint="give the entry another name",
+            )
+        composites[name] = found
+        plain |= found.parts
+        plain[name] = found.described
+    return plain, composites
+
+
+def _with_parts(names: AbstractSet[str], composites: Mapping[str, Composite]) -> set[str]:
+    """Returns names of weights, and those of the parts of composite ones."""
+    return {*names, *(n for name in names if name in composites for n in composites[name].parts)}
 
 
 def _plain(name: str) -> str:
