@@ -609,7 +609,8 @@ class CheckpointManager:
             on_mismatch: globs of the state's names. Each says how to load tensors whose shape in
                 the checkpoint differs. `"grow"` loads the elements that both have. `"skip"` keeps
                 the tensor. A function `(stored, shape) -> tensor` makes the new tensor from the
-                whole stored one.
+                whole stored one. `"refuse"` is an error, as without a glob; it also refuses moments
+                of few bits whose blocks this job's ranks cut, which are float32 otherwise.
 
         Returns:
             The number of the step; None if the run has no step yet. For a `path`, the number in its

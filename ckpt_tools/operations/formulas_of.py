@@ -49,7 +49,7 @@ _BESIDE = re.compile(
 _MAX_SCALES = 1 << 26  # of one weight, where they are held in memory
 _MAX_COLUMNS = 1 << 24  # of rows, which are computed as a whole
 _MAX_WORDS_BYTES = 1 << 30  # of a matrix that is read whole
-_DEEPSEEK_BLOCK, _DEEPSEEK = 128, "_scale_inv"  # the size where no config tells another one
+DEEPSEEK_BLOCK, DEEPSEEK = 128, "_scale_inv"  # the size where no config tells another one
 _WORD_BITS, _AWQ_PER_WORD = 32, 8
 _GPTQ_ZEROS = {"gptq": 1, "gptq_v2": 0}  # by format: what a stored zero point lacks
 _GPTQ_BITS = (2, 3, 4, 8)
@@ -164,7 +164,7 @@ class FormulaFinder:
         if has_zeros and zero not in self._stored:
             raise _Unsure("its config says that it has zero points, and they are not there")
         self._refuse_others(weight, used)
-        usual = _DEEPSEEK_BLOCK if scales.fqn.endswith(_DEEPSEEK) else 0
+        usual = DEEPSEEK_BLOCK if scales.fqn.endswith(DEEPSEEK) else 0
         blocks = blocks_of(codes.shape, scales.shape, self._told.blocks, usual)
         if blocks is None:
             raise _Unsure("the size of its blocks is not known for sure")
@@ -434,6 +434,15 @@ class FormulaFinder:
             for role, name in names.items()
         }
         return Flat(tuple(shape), block, parts, size, float(offset))
+
+
+def usual_blocks(codes: TensorEntry, scales: TensorEntry) -> tuple[int, ...] | None:
+    """Returns the elements of a block along each dim, as shapes and names tell them.
+
+    None if they do not tell.
+    """
+    usual = DEEPSEEK_BLOCK if scales.fqn.endswith(DEEPSEEK) else 0
+    return blocks_of(codes.shape, scales.shape, (), usual)
 
 
 def numbers_name(weight: QuantizedWeight) -> str:

@@ -157,6 +157,10 @@ assert len(list(Path("run").glob("*.superseded-*"))) == 2
         ),
         (JOB, ""),
         (DCP, "assert not ckpt_tools.verify('run/step-500').problems"),
+        (
+            DCP + "import torch.distributed.checkpoint as dcp\n",
+            "assert not ckpt_tools.verify('run/step-600').problems",
+        ),
     ),
     "docs/spot.md": (
         (JOB + STATE + NOTICE, "assert ckpt_tools.latest('s3://bucket/run').number == step < last"),

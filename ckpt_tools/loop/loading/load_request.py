@@ -42,9 +42,10 @@ class LoadRequest:
                     f" {getattr(self, name)!r}"
                 )
         for glob, how in self.on_mismatch.items():
-            if how not in ("grow", "skip") and not callable(how):
+            if how not in ("grow", "skip", "refuse") and not callable(how):
                 raise ValueError(
-                    f"on_mismatch[{glob!r}]: expected 'grow', 'skip' or a function, got {how!r}"
+                    f"on_mismatch[{glob!r}]: expected 'grow', 'skip', 'refuse' or a function, got"
+                    f" {how!r}"
                 )
 
     def __str__(self) -> str:

@@ -23,7 +23,7 @@ from ckpt_tools.loop.state.composite import check_parts
 from ckpt_tools.loop.state.few_bits import CODES, PARTS, SCALE
 from ckpt_tools.loop.state.objects import Key
 from ckpt_tools.loop.state.optimizers import StoredState
-from ckpt_tools.loop.state.shards import alias_key, local_shards
+from ckpt_tools.loop.state.shards import BoxTensor, alias_key, local_shards
 from ckpt_tools.loop.state.state_dict import ExportedState, flat_name
 
 
@@ -269,7 +269,15 @@ def _resized(
     rules = [(matcher([glob]), how) for glob, how in request.on_mismatch.items()]
     for name, stored in fitting.items():
         mine, theirs = tuple(exported.tensors[name].shape), catalog.tensors[stored].shape
-        how = next((how for fits, how in rules if fits(name)), None) if mine != theirs else None
+        how = next((how for fits, how in rules if fits(name)), None)
+        if how == "refuse" and isinstance(exported.tensors[name], BoxTensor):
+            moment = flat_name(exported.paths[name][:-1])
+            raise PlanError(
+                "the ranks of this job cut the blocks of a moment of few bits:"
+                f" {printable(moment)!r}, and on_mismatch refuses that",
+                hint="choose ranks that leave its blocks whole; else it becomes float32",
+            )
+        how = None if mine == theirs or how == "refuse" else how
         if how == "grow" and (
             len(mine) != len(theirs) or any(a < b for a, b in zip(mine, theirs, strict=True))
         ):

@@ -25,6 +25,7 @@ from ckpt_tools.formats.registry import (
     Source,
 )
 from ckpt_tools.operations.arguments import checked
+from ckpt_tools.operations.convert.blocks import hold_scales
 from ckpt_tools.operations.convert.families import (
     FAMILIES,
     HUB_ENDING,
@@ -190,9 +191,7 @@ def prepare(
         numbers.refuse_resume(how.get("resume", False))
     source = numbers.shown
     taken = _taken_apart(source, to, how, bool(is_model), is_unordered)
-    parts = _named_by_transformers(_renamed(taken, source, to, how), to, how, source)
-    if how.get("names") in MAPPED_NAMES:
-        parts = _named_by_map(parts, how, source)
+    parts = _with_other_names(taken, source, to, how)
     parts.tensors = {fqn: t for fqn, t in parts.tensors.items() if not fqn.startswith(_COPIES)}
     parts.is_dequantized = any(entry.is_computed for entry in parts.model.values())
     parts.notes += numbers.notes
@@ -342,6 +341,20 @@ def _model_order(source: Source) -> ModelOrder:
     if source.format not in (torch_save, per_rank):
         return ModelOrder(())
     return ModelOrder(tuple(model_only(source.catalog)[0].tensors))
+
+
+def _with_other_names(
+    parts: TrainingState, source: Source, to: str, how: Conversion
+) -> TrainingState:
+    """Returns the training state under the names that are wanted, and in their layout."""
+    changes_layout = how.get("base") is not None or how.get("key_map") is not None
+    # rules of the user name scales, too
+    held = hold_scales(parts) if changes_layout and not how.get("rename") else None
+    parts = _renamed(parts if held is None else held.parts, source, to, how)
+    parts = _named_by_transformers(parts, to, how, source)
+    if how.get("names") in MAPPED_NAMES:
+        parts = _named_by_map(parts, how, source)
+    return parts if held is None else held.put_back(parts, source)
 
 
 def _renamed(parts: TrainingState, source: Source, to: str, how: Conversion) -> TrainingState:
