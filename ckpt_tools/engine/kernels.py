@@ -25,7 +25,11 @@ _FLOATS: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("f4"),
     "float16": np.dtype("f2"),
 }
-_BLOCK_NUMEL = 1 << 16
+# numpy lets go of the interpreter for each operation, and another thread takes it. With shorter
+# blocks, two threads wait for it most of the time
+_BLOCK_NUMEL = 1 << 19
+_KEPT_BYTES = (32 << 20) - (1 << 16)  # glibc takes no more than 32 MiB as a measure
+_LARGEST = {"bfloat16": 3.3895e38, "float16": 65504.0}  # what rounds to a finite number
 _BF16_INF, _SIGN = np.uint16(0x7F80), np.uint16(0x8000)
 
 
@@ -94,6 +98,17 @@ def _join_contiguous(
     return Box(offsets, extent), full, itemsize
 
 
+@functools.cache
+def keep_freed_memory() -> None:
+    """Lets this process keep memory that it frees, for the next temporary arrays of this size.
+
+    glibc gives freed memory back to the kernel, and gets it again page by page. With arrays of some
+    megabytes, that takes as long as the arithmetic. It keeps up to twice the largest block that was
+    ever freed, so one block is freed. Nobody touches it, so it costs no memory.
+    """
+    np.empty(_KEPT_BYTES, np.uint8)
+
+
 def cast(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
     """Converts floating-point values and rounds to nearest even, as torch does.
 
@@ -106,6 +121,7 @@ def cast(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
     Returns:
         The number of finite values that became infinite.
     """
+    keep_freed_memory()
     overflowed = 0
     src_block, dst_block = _BLOCK_NUMEL * src.itemsize, _BLOCK_NUMEL * dst.itemsize
     with np.errstate(over="ignore", invalid="ignore"):
@@ -152,27 +168,44 @@ def _pairs_of(name: str) -> npt.NDArray[np.uint64]:
     return np.stack([singles[codes & 255], singles[codes >> 8]], axis=1).view(np.uint64).ravel()
 
 
-def _from_codes(data: Bytes, name: str) -> npt.NDArray[np.float32]:
-    values = np.empty(len(data), np.float32)
+def _from_codes(data: Bytes, name: str, values: npt.NDArray[np.float32]) -> None:
     even = len(data) // 2 * 2
     pairs = data[:even].view(np.uint16)
     np.take(_pairs_of(name), pairs, out=values[:even].view(np.uint64), mode="clip")
     values[even:] = _singles_of(name)[data[even:]]
-    return values
+
+
+def _to_singles(data: Bytes, src: DType, singles: npt.NDArray[np.float32]) -> None:
+    if src.itemsize == 1:
+        _from_codes(data, src.name, singles)
+    elif src.name == "bfloat16":  # numpy has no bfloat16: it is the upper half of a float32
+        bits = singles.view(np.uint32)
+        bits[:] = data.view(np.uint16)
+        bits <<= np.uint32(16)
+    else:
+        singles[:] = data.view(_FLOATS[src.name])
 
 
 def _cast_block(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
+    if dst.name == "float32" and src.name != "float64":  # which has all of their values
+        _to_singles(data, src, into.view(np.float32))
+        return 0
     values: npt.NDArray[Any]
-    if src.itemsize == 1:
-        values = _from_codes(data, src.name)
-    elif src.name == "bfloat16":  # numpy has no bfloat16: it is the upper half of a float32
-        values = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    else:
+    if src.name in _FLOATS:
         values = data.view(_FLOATS[src.name])
+    else:
+        values = np.empty(len(data) // src.itemsize, np.float32)
+        _to_singles(data, src, values)
     if dst.name == "float64":
         into.view(np.float64)[:] = values
         return 0
     singles = values.astype(np.float32, copy=False)
+    if src.name != "float64" and _are_tame(singles, _LARGEST.get(dst.name, 0.0)):
+        if dst.name == "bfloat16":
+            _round(singles, into.view(np.uint16))
+        else:
+            into.view(_FLOATS[dst.name])[:] = singles
+        return 0
     if dst.name == "bfloat16":
         result = into.view(np.uint16)
         round_to_bfloat16(singles, result)
@@ -186,6 +219,14 @@ def _cast_block(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
 
 def round_to_bfloat16(singles: npt.NDArray[np.float32], into: npt.NDArray[np.uint16]) -> None:
     """Rounds float32 values to bfloat16, to even if two are equally near."""
+    _round(singles, into)
+    nan = np.isnan(singles)
+    if nan.any():
+        bits = singles.view(np.uint32)[nan]
+        into[nan] = (bits >> 16).astype(np.uint16) & _SIGN | np.uint16(0x7FC0)
+
+
+def _round(singles: npt.NDArray[np.float32], into: npt.NDArray[np.uint16]) -> None:
     bits = singles.view(np.uint32)
     rounded = bits >> 16
     rounded &= np.uint32(1)
@@ -193,9 +234,13 @@ def round_to_bfloat16(singles: npt.NDArray[np.float32], into: npt.NDArray[np.uin
     rounded += bits
     rounded >>= 16
     into[:] = rounded
-    nan = np.isnan(singles)
-    if nan.any():
-        into[nan] = (bits[nan] >> 16).astype(np.uint16) & _SIGN | np.uint16(0x7FC0)
+
+
+def _are_tame(singles: npt.NDArray[np.float32], largest: float) -> bool:
+    """Tells whether all values lie between `-largest` and `largest`; not if there is NaN."""
+    if not largest or not singles.size:
+        return False
+    return bool(-largest <= np.min(singles) and np.max(singles) <= largest)
 
 
 _NUMBERS: dict[str, npt.DTypeLike] = {
