@@ -22,7 +22,7 @@ from ckpt_tools.core.plan import TensorPlan
 from ckpt_tools.engine.crc_watch import CrcWatch
 from ckpt_tools.engine.execute import Reader, check_filled
 from ckpt_tools.engine.fingerprints import Fingerprints
-from ckpt_tools.engine.kernels import Bytes, round_to_bfloat16, to_float64
+from ckpt_tools.engine.kernels import Bytes, keep_freed_memory, round_to_bfloat16, to_float64
 from ckpt_tools.engine.schedule import Sources, Tile
 from ckpt_tools.engine.sinks import empty_bytes
 from ckpt_tools.errors import PlanError, StorageError, printable
@@ -31,7 +31,7 @@ from ckpt_tools.storage import Store, Writer
 from ckpt_tools.storage.base import Capabilities, StoreDefaults, Traffic
 
 _PIECE_NUMEL = 1 << 17  # its sums, and what is read of one checkpoint, stay in a processor's cache
-_BLOCK_NUMEL = 1 << 15
+_BLOCK_NUMEL = 1 << 17  # of one operation of numpy: see `kernels`
 _MAX_RUNS = 64
 Doubles = npt.NDArray[np.float64]
 
@@ -336,6 +336,7 @@ def add_scaled(
     total: Doubles, data: Bytes, dtype: DType, weight: float, is_first: bool = False
 ) -> None:
     """Adds values times a weight to a sum, in float64. If `is_first`, the sum was undefined."""
+    keep_freed_memory()
     for start in range(0, len(total), _BLOCK_NUMEL):
         block = data[start * dtype.itemsize : (start + _BLOCK_NUMEL) * dtype.itemsize]
         into = total[start : start + _BLOCK_NUMEL]

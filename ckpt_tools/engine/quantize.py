@@ -25,7 +25,7 @@ from ckpt_tools.engine.formulas import FP4, Formula, Found, Part, Singles, Unit
 from ckpt_tools.engine.kernels import Bytes, cast, inner
 
 _UNIT_NUMEL = 1 << 20
-_BLOCK_NUMEL = 1 << 16  # these stay in a processor's cache
+_BLOCK_NUMEL = 1 << 18  # of one operation of numpy: see `kernels`
 _KEPT_BYTES, _KEPT_UNITS = 16 << 20, 4  # of codes
 _KEPT_SCALES = 32 << 20
 _SINGLE = BY_NAME["float32"]

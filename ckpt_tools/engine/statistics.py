@@ -24,7 +24,7 @@ from ckpt_tools.engine.kernels import Bytes, inner, to_float64
 from ckpt_tools.engine.schedule import Batch, Tile
 from ckpt_tools.ranks.base import Group
 
-_BLOCK_NUMEL = 1 << 15  # a block and its float64 values stay in a processor's cache
+_BLOCK_NUMEL = 1 << 17  # a block and its float64 values stay in a processor's cache
 _CODES_NUMEL = 1 << 13  # from here on, counting the codes of a short type is faster
 _BIAS = 1023  # of float64's exponent
 _INFINITE = 0x7F80  # the upper bits of a float32 that is infinite
@@ -262,8 +262,8 @@ def _measure_codes(data: Bytes, dtype: DType, with_exponents: bool) -> Moments:
     """Measures a type of 8 or 16 bits: counts each bit pattern, and looks at each pattern once."""
     words = data.view(np.uint8 if dtype.itemsize == 1 else np.uint16)
     counts = np.zeros(1 << dtype.bits, np.int64)
-    for start in range(0, len(words), 8 * _BLOCK_NUMEL):
-        counts += np.bincount(words[start : start + 8 * _BLOCK_NUMEL], minlength=len(counts))
+    for start in range(0, len(words), 2 * _BLOCK_NUMEL):
+        counts += np.bincount(words[start : start + 2 * _BLOCK_NUMEL], minlength=len(counts))
     table = _codes(dtype.name)
     used = counts * table.is_finite
     high = np.flatnonzero(used)
