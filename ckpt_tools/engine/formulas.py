@@ -24,6 +24,7 @@ from ckpt_tools.errors import FormatError, printable
 Singles = npt.NDArray[np.float32]
 _UNIT_NUMEL = 1 << 20  # of a weight whose rows lie one after the other
 _BLOCK_NUMEL = 1 << 19  # of one operation of numpy: see `kernels`
+_TURNED_ROWS = 64  # that are transposed at once, so that they stay in a processor's cache
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0, e2m1
 _WORD_BITS = 32
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each nibble of a word, lowest bits first
@@ -207,9 +208,8 @@ class Grid:
         return found
 
 
-def _apply(operation: np.ufunc, into: Singles, table: Singles, grid: Grid, columns: range) -> None:
+def _apply(operation: np.ufunc, into: Singles, table: Singles, block: int, columns: range) -> None:
     """Subtracts the number of each block from its elements, or multiplies them by it."""
-    block = grid.blocks[-1]
     is_even = columns.start % block == 0 and len(columns) % block == 0
     if table.shape[1] > 1 and block > 1 and is_even:
         each = table[:, columns.start // block : columns.stop // block, np.newaxis]
@@ -373,7 +373,8 @@ class Rows(Formula):
                 factor = found["factor"].reshape(-1)[0]
                 table = table / factor if self.divides else table * factor
             numbers = grid.of(table, lead, rows, not is_by_row)
-            _apply(np.subtract if role == "zeros" else np.multiply, into, numbers, grid, columns)
+            operation = np.subtract if role == "zeros" else np.multiply
+            _apply(operation, into, numbers, grid.blocks[-1], columns)
         if self.after != 1.0:
             into *= np.float32(self.after)
 
@@ -469,7 +470,10 @@ class Turned(Formula):
                 range(low, high),
                 part,
             )
-            target[:, row : row + len(part)] = part[:, first - low : last - low].T
+            wanted = part[:, first - low : last - low]
+            for top in range(0, len(part), _TURNED_ROWS):
+                some = wanted[top : top + _TURNED_ROWS]
+                target[:, row + top : row + top + len(some)] = some.T
         if not is_plain:
             into[:] = target.reshape(-1)[skip : skip + len(into)]
 
@@ -549,8 +553,8 @@ class Words(Formula):
             into *= scales.T[:, index]
         else:
             columns = range(into.shape[1])
-            into -= spread(np.ascontiguousarray(zero.T), self.group, columns)
-            into *= spread(np.ascontiguousarray(scales.T), self.group, columns)
+            _apply(np.subtract, into, np.ascontiguousarray(zero.T), self.group, columns)
+            _apply(np.multiply, into, np.ascontiguousarray(scales.T), self.group, columns)
 
 
 def _awq(words: npt.NDArray[np.uint32], columns: int) -> Singles:
@@ -623,9 +627,12 @@ class Flat(Formula):
         for low in range(0, len(into), _BLOCK_NUMEL):
             high = min(len(into), low + _BLOCK_NUMEL)
             first, last = start + low - unit.start, start + high - unit.start
-            codes = data[first // 2 : -(-last // 2)]
-            numbers = pairs.take(codes, mode="clip").view(np.float32)
-            numbers = numbers[first % 2 :][: high - low]
-            blocks = np.arange(first // self.block, -(-last // self.block))
-            wide = np.repeat(scales[blocks], self.block)[first % self.block :][: high - low]
-            np.multiply(numbers, wide, out=into[low:high])
+            codes, target = data[first // 2 : -(-last // 2)], into[low:high]
+            if first % 2 == last % 2 == 0:
+                np.take(pairs, codes, out=target.view(np.uint64), mode="clip")
+            else:
+                numbers = pairs.take(codes, mode="clip").view(np.float32)
+                target[:] = numbers[first % 2 :][: high - low]
+            _apply(
+                np.multiply, target[np.newaxis], scales[np.newaxis], self.block, range(first, last)
+            )

@@ -53,6 +53,8 @@ from ckpt_tools.formats.deltas.layout import (
 from ckpt_tools.formats.external import external_formats, recognised
 from ckpt_tools.formats.look_alikes import look_alike
 from ckpt_tools.formats.per_rank import files as per_rank
+from ckpt_tools.formats.per_rank.meta import FILE as META_FILE
+from ckpt_tools.formats.per_rank.meta import refuse_one_of
 from ckpt_tools.storage import LocalStore, Overlay, Store, is_url, local_path
 from ckpt_tools.storage.one_file import OneFile, folder_of, overlaid
 from ckpt_tools.storage.retries import read_again_if_wrong
@@ -183,6 +185,8 @@ def detect(
     """
     where = local_path(path)
     root, file = _open_remote(where, options) if is_url(where) else _open_local(where)
+    if META_FILE.fullmatch(file):
+        refuse_one_of(file, root.list_files())
     store, form = (
         (OneFile(root, file, where, _without_query(where, file)), _file_format(where, file))
         if file

@@ -82,6 +82,18 @@ def test_meta_s_names_become_those_of_the_hub(
     )
     shown = "names and layout were changed by the key map llama_titan_to_hf"
     assert shown in ckpt_tools.verify(tmp_path / "hf").notes
+    several = tmp_path / "original"
+    several.mkdir()
+    for number in range(2):
+        parts = {
+            name: value.chunk(2, int(".wo." in name or ".w2." in name))[number].clone()
+            if value.dim() == 2
+            else value
+            for name, value in as_meta(weights).items()
+        }
+        torch.save(parts, several / f"consolidated.{number:02}.pth")
+    ckpt_tools.convert(several, tmp_path / "of-several", to="hf", base=folder)
+    assert same(tmp_path / "of-several", weights)
     done = run_command("convert", str(meta), str(tmp_path / "cli"), "--to", "hf", "--base", folder)
     assert done.returncode == 0 and "llama_titan_to_hf" in done.stdout, done.stderr
     assert same(tmp_path / "cli", weights)

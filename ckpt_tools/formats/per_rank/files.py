@@ -1,7 +1,8 @@
 """One `torch.save` file per rank, with DTensors or ShardedTensors inside.
 
 Examples are verl's `model_world_size_8_rank_3.pt`, `rank0.pt`, Accelerate's
-`pytorch_model_fsdp_0_rank3.bin`, and torch_checkpointing's `model_3.pt`.
+`pytorch_model_fsdp_0_rank3.bin`, and torch_checkpointing's `model_3.pt`. Meta's
+`consolidated.03.pth` have plain tensors, whose names tell their place.
 
 A DTensor's pickle has its mesh, its placements and its global shape. Each file's part therefore has
 a known box, and all files together are one checkpoint. Any other tensor is the same on all ranks
@@ -37,6 +38,7 @@ from ckpt_tools.core.plan import Target
 from ckpt_tools.errors import CatalogError, FormatError, printable
 from ckpt_tools.formats.base import Request, guess_bare, locate_bare
 from ckpt_tools.formats.builder import CatalogBuilder, UnreadValues, name_of
+from ckpt_tools.formats.per_rank import meta
 from ckpt_tools.formats.per_rank import xla as xla_shards
 from ckpt_tools.formats.per_rank.flat_param import (
     RankValue,
@@ -76,9 +78,9 @@ def _matches(files: Mapping[str, int]) -> dict[str, re.Match[str]]:
     `model_0.pt` may also be an epoch. Bare numbers therefore count only if several parts have the
     same ones, from 0 on.
     """
-    found = {name: m for name in files if (m := _FILE.fullmatch(name))}
-    if found:
-        return found
+    for names in (_FILE, meta.FILE):
+        if found := {name: m for name in files if (m := names.fullmatch(name))}:
+            return found
     numbered = {name: m for name in files if (m := _NUMBERED.fullmatch(name))}
     ranks: dict[str, set[int]] = {}
     for match in numbered.values():
@@ -192,6 +194,8 @@ def read_catalog(store: Store) -> Catalog:
     )
     if xla_shards.has_shards(raw):
         named |= xla_shards.unfold_xla_shards(raw, num_ranks, found.others)
+    if meta.are_of_meta(ranks):
+        named |= meta.join_parts(raw, num_ranks)
     for path, by_rank in raw.items():
         for rank, held in by_rank.items():
             held_by.add(path, rank, held.value, held.extents)
