@@ -114,8 +114,17 @@ class _Plain:
         if isinstance(value, Mapping):
             return self.of(value, path)
         if type(value) in (list, tuple):
-            return type(value)(self._value(one, (*path, str(n))) for n, one in enumerate(value))
+            return type(value)(self._item(one, (*path, str(n))) for n, one in enumerate(value))
         return value
+
+    def _item(self, value: Any, path: tuple[str, ...]) -> Any:
+        """Returns an item of a list, where a tensor has no room for its parts beside it."""
+        if as_composite("", value) is not None:
+            raise PlanError(
+                f"a quantized weight is an item of a list: {printable('.'.join(path))!r}",
+                hint="put it into a dict",
+            )
+        return self._value(value, path)
 
 
 def _element(state: Any, path: tuple[Any, ...]) -> Any:

@@ -255,12 +255,14 @@ class _Load:
             str(source.path),
             _lacks_frozen(self.manifest),
         )
-        self._check_descriptions()
+        undescribed = self._check_descriptions()
         unread = [
             f"{printable(n)} is {printable(kind)}, which is not read"
             for n, kind in source.catalog.unread.items()
         ]
-        self.report = LoadReport(str(source.path), notes=[*self.named.notes, *found.notes, *unread])
+        self.report = LoadReport(
+            str(source.path), notes=[*self.named.notes, *found.notes, *undescribed, *unread]
+        )
         self.added = {
             n: empty_tensor(source.catalog.tensors[n])
             for n in found.new
@@ -279,15 +281,19 @@ class _Load:
             ]
         )
 
-    def _check_descriptions(self) -> None:
+    def _check_descriptions(self) -> list[str]:
         """Checks that quantized weights of the state are of the kinds that were saved.
+
+        Returns a note on those of which the checkpoint tells no kind: other writers do not.
 
         Raises:
             PlanError: one is of another class, or its tensors mean something else.
         """
+        untold = list[str]()
         for name, found in self.exported.composites.items():
             stored = self.found.objects.get(name)
             if stored is None:
+                untold += [name] if any(part in self.found.tensors for part in found.parts) else []
                 continue
             theirs = _read_object(self.source, stored, self.request.trust_pickle)
             if theirs != found.described:
@@ -296,6 +302,12 @@ class _Load:
                     f" {printable(str(theirs))}, and the state has {found.described}",
                     hint="quantize the model as it was quantized for the save",
                 )
+        what = f"the checkpoint does not tell the kind of {len(untold):,} quantized weights"
+        return (
+            [f"{what}; they are taken for those of the state: {shown_names(untold)}"]
+            if untold
+            else []
+        )
 
     def replicated(self) -> list[str]:
         """Returns the stored names that this rank loads and that several ranks saved."""

@@ -18,7 +18,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_tools.errors import PlanError, printable
@@ -114,7 +114,9 @@ def _as_shared(
             hint="give each rank all of it, as DDP does; or save the numbers, in a plain tensor",
         )
     placements = [
-        placed if getattr(placed, "dim", None) in split else Replicate()
+        placed
+        if isinstance(placed, Partial) or getattr(placed, "dim", None) in split
+        else Replicate()
         for placed in value.placements
     ]
     return shared_like(value, part, shape, placements)
