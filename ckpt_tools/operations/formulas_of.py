@@ -436,15 +436,6 @@ class FormulaFinder:
         return Flat(tuple(shape), block, parts, size, float(offset))
 
 
-def usual_blocks(codes: TensorEntry, scales: TensorEntry) -> tuple[int, ...] | None:
-    """Returns the elements of a block along each dim, as shapes and names tell them.
-
-    None if they do not tell.
-    """
-    usual = DEEPSEEK_BLOCK if scales.fqn.endswith(DEEPSEEK) else 0
-    return blocks_of(codes.shape, scales.shape, (), usual)
-
-
 def numbers_name(weight: QuantizedWeight) -> str:
     """Returns the name that the numbers of a weight have."""
     if weight.scheme == OF_TORCHAO:

@@ -100,8 +100,16 @@ def told_by_config(source: Source, manifest: Manifest | None) -> ToldByConfig:
 
     try:
         _, said = quantization_in(parse_json(content_of("config.json") or b"{}"), content_of)
-        return ToldByConfig() if said is None else _told(said)
     except (StorageError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return ToldByConfig(is_clear=False)
+    return told_by(said)
+
+
+def told_by(said: Any) -> ToldByConfig:
+    """Returns what a `quantization_config` tells of codes; None is none."""
+    try:
+        return ToldByConfig() if said is None else _told(said)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return ToldByConfig(is_clear=False)
 
 

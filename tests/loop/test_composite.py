@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
@@ -22,10 +23,10 @@ class Coded(torch.Tensor):
 
     qdata: torch.Tensor
     scale: torch.Tensor
-    is_swapped: bool
+    is_swapped: Any
 
     @staticmethod
-    def __new__(cls, qdata: torch.Tensor, scale: torch.Tensor, is_swapped: bool = False) -> Any:
+    def __new__(cls, qdata: torch.Tensor, scale: torch.Tensor, is_swapped: Any = False) -> Any:
         made = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=scale.dtype)
         made.qdata, made.scale, made.is_swapped = qdata, scale, is_swapped
         return made
@@ -89,7 +90,8 @@ def test_the_tensors_inside_have_names_of_their_own(root: Path) -> None:
     dcp.load(stored, checkpoint_id=step.path, no_dist=True)
     assert torch.equal(stored[names[0]], parts(layer(0))[0])
     about = json.loads(stored["model.layer.weight"])
-    assert about["_type"] == "Coded" and about["_data"] == {"dtype": "float32", "is_swapped": False}
+    told = {"dtype": "float32", "is_swapped": False, "shape": [8, 6]}
+    assert about["_type"] == "Coded" and about["_data"] == told
     assert not any(b"Coded\n" in file.read_bytes() for file in Path(step.path).iterdir())  # a class
 
 
@@ -141,12 +143,44 @@ def test_a_part_goes_nowhere_alone(root: Path) -> None:
             checkpoints.save(2, {"model": model}, only=lambda name: name != one)
         with pytest.raises(PlanError, match="consists of several tensors"):
             checkpoints.save(2, {"model": model.state_dict()})
+        with pytest.raises(PlanError, match="a part of a weight would not be loaded"):
+            checkpoints.resume({"model": model}, select=["model.layer.weight"])
         checkpoints.resume({"model": model}, select=["model.*weight*"])
         assert torch.equal(parts(model)[0], parts(layer(0))[0])
         assert torch.equal(parts(model)[2], parts(layer(1))[2])
         model["layer"].register_buffer("_weight_scale", torch.zeros(1))  # type: ignore[index,union-attr]
-        with pytest.raises(PlanError, match="has an entry with the name of a part"):
+        with pytest.raises(PlanError, match="has the name of a part"):
             checkpoints.save(2, {"model": model})
+
+
+def test_what_no_tensor_tells_is_compared(tmp_path: Path) -> None:
+    """A number of its own, also where not selected; and parts that the state lacks."""
+
+    class Scaled(Coded):
+        def __tensor_flatten__(self) -> tuple[list[str], Any]:
+            return ["qdata", "scale"], (self.is_swapped, 3)
+
+    class Wider(Coded):
+        def __tensor_flatten__(self) -> tuple[list[str], Any]:
+            return ["qdata", "scale", "zero"], {"is_swapped": False}
+
+    Wider.__name__ = Scaled.__name__ = "Coded"
+    ckpt_tools.save(tmp_path / "a", {"model": layer(0, Scaled, is_swapped=0.5)})
+    for how in ({}, {"select": ["*_weight_*"]}):
+        with pytest.raises(PlanError, match="of another kind"):
+            ckpt_tools.load(tmp_path / "a", {"model": layer(1, Scaled, is_swapped=0.25)}, **how)
+    ckpt_tools.load(tmp_path / "a", {"model": layer(1, Scaled, is_swapped=0.5)})
+    wide = layer(2)
+    flat = {"layer._weight_qdata": parts(wide)[0], "layer._weight_scale": parts(wide)[1]}
+    flat |= {"layer._weight_zero": torch.ones(8), "layer.bias": parts(wide)[2]}
+    save_file(flat, tmp_path / "x.safetensors")
+    with pytest.raises(PlanError, match="has a part that the state lacks"):
+        ckpt_tools.load(tmp_path / "x.safetensors", {"model": layer(1)}, strict=False)
+    del flat["layer._weight_zero"]
+    save_file(flat, tmp_path / "x.safetensors")
+    report = ckpt_tools.load(tmp_path / "x.safetensors", {"model": (model := layer(1))})
+    assert are_same(model, wide)
+    assert any("does not tell the kind of 1 quantized weights" in note for note in report.notes)
 
 
 def test_only_what_trains(root: Path) -> None:
@@ -194,6 +228,28 @@ def test_the_planners_of_dcp(tmp_path: Path) -> None:
             {"model": layer(1, Other).state_dict()},
             checkpoint_id=tmp_path / "a",
             planner=LoadPlanner(),
+        )
+    for wrong in ([model["layer"].weight], ({"w": model["layer"].weight},)):  # type: ignore[index,union-attr]
+        with pytest.raises(CheckpointException, match="in a list or a tuple"):
+            dcp.save({"w": wrong}, checkpoint_id=tmp_path / "c", planner=SavePlanner())
+    both = {**layer(0).state_dict(), "layer._weight_scale": torch.zeros(1)}
+    with pytest.raises(CheckpointException, match="has the name of a part"):
+        dcp.save(both, checkpoint_id=tmp_path / "c", planner=SavePlanner())
+    for made in (SavePlanner, LoadPlanner):
+        with pytest.raises(ValueError, match="flatten_state_dict"):
+            made(flatten_state_dict=False)
+    with pytest.raises(ValueError, match="must be of one rank"):
+        SavePlanner(dedup_save_to_lowest_rank=False)
+    short = {"model": layer(1, dtype=torch.bfloat16).state_dict()}
+    with pytest.raises(CheckpointException, match="types differ"):
+        dcp.load(short, checkpoint_id=tmp_path / "a", planner=LoadPlanner())
+    half = {"layer._weight_qdata": parts(layer(0))[0], "layer.bias": parts(layer(0))[2]}
+    dcp.save({"model": half}, checkpoint_id=tmp_path / "d")
+    with pytest.raises(CheckpointException, match="on one side alone"):
+        dcp.load(
+            {"model": layer(1).state_dict()},
+            checkpoint_id=tmp_path / "d",
+            planner=LoadPlanner(allow_partial_load=True),
         )
     ckpt_tools.load(tmp_path / "a", {"model": (third := layer(2))})
     assert are_same(third, layer(0))

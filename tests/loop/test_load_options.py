@@ -71,7 +71,9 @@ def test_a_changed_shape_is_skipped_or_made_by_a_function_and_nothing_else(tmp_p
         ):
             with pytest.raises(PlanError, match=message):
                 checkpoints.resume({"model": now}, on_mismatch={"model.embed*": how})
-        with pytest.raises(ValueError, match="expected 'grow', 'skip', 'refuse' or a function, got 'grwo'"):
+        with pytest.raises(
+            ValueError, match="expected 'grow', 'skip', 'refuse' or a function, got 'grwo'"
+        ):
             checkpoints.resume({"model": now}, on_mismatch={"model.embed*": "grwo"})
 
 

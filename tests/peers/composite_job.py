@@ -253,6 +253,42 @@ def with_dcp() -> None:
         third, last = make(2)
         ckpt_tools.load(step, {"model": third, "optimizer": last, "step": 0})
         same(held(third, last), want)
+    check_copies()
+
+
+def check_copies() -> None:
+    """Of copies that differ, codes and scales are of one rank; the manager refuses them."""
+
+    def each(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+        for layer in layers:
+            made = Int8QuantizedTrainingLinearWeight.from_float(layer.weight.detach())
+            layer.weight = nn.Parameter(made)
+        return layers
+
+    mine, loaded = each(dist.get_rank()), each(7)
+    dcp.save({"m": mine.state_dict()}, checkpoint_id=RUN / "2", planner=SavePlanner())
+    dcp.load({"m": loaded.state_dict()}, checkpoint_id=RUN / "2", planner=LoadPlanner())
+    for number, layer in enumerate(loaded):
+        ranks = [inside(each(rank)[number].weight) for rank in range(dist.get_world_size())]
+        got = inside(layer.weight)
+        assert all(torch.equal(got[key], ranks[0][key]) for key in got), number
+    for how in ("trust", "check"):
+        with pytest.raises(PlanError, match="differ"):
+            ckpt_tools.save(RUN / "3", {"m": mine}, replicas=how)
+    # each rank's own scale of its columns is not taken for one of all
+    torch.manual_seed(dist.get_rank())
+    layer = nn.Linear(128, 64, bias=False)
+    quantize_(layer, Float8WeightOnlyConfig())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = DTensor.from_local(layer.weight.detach(), mesh, [Shard(1)], run_check=False)
+    with pytest.raises(dcp.CheckpointException, match="copies are not compared here"):
+        dcp.save({"w": whole}, checkpoint_id=RUN / "4", planner=SavePlanner())
+    holder = nn.Module()
+    holder.weight = nn.Parameter(whole, requires_grad=False)
+    with pytest.raises(PlanError, match="differ"):
+        ckpt_tools.save(RUN / "4", {"m": holder}, replicas="trust")
 
 
 if __name__ == "__main__":

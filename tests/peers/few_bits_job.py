@@ -183,6 +183,13 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+def resume(checkpoints: CheckpointManager, state: dict[str, Any]) -> None:
+    if IS_CUT:
+        with pytest.raises(PlanError, match="cut the blocks of a moment of few bits"):
+            checkpoints.resume(state, on_mismatch={"optimizer.*": "refuse"})
+    assert checkpoints.resume(state, on_mismatch={} if IS_CUT else {"*": "refuse"}) == 2
+
+
 def check(checkpoints: CheckpointManager, state: dict[str, Any]) -> None:
     """Loads the save of `steps`, and compares what the job has then."""
     model, optimizer = state["model"], state["optimizer"]
@@ -192,10 +199,7 @@ def check(checkpoints: CheckpointManager, state: dict[str, Any]) -> None:
     if WHAT == "uneven":
         check_select(checkpoints, state)
         model, optimizer = state["model"], state["optimizer"] = model_and_optimizer()
-    if IS_CUT:
-        with pytest.raises(PlanError, match="cut the blocks of a moment of few bits"):
-            checkpoints.resume(state, on_mismatch={"optimizer.*": "refuse"})
-    assert checkpoints.resume(state, on_mismatch={} if IS_CUT else {"*": "refuse"}) == 2
+    resume(checkpoints, state)
     notes = [] if checkpoints.last_load is None else checkpoints.last_load.notes
     assert any("cut the blocks of" in note for note in notes) == IS_CUT, notes
     got = numbers(model, optimizer)

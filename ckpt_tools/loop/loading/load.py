@@ -45,7 +45,7 @@ from ckpt_tools.loop.loading.read_shards import empty_tensor, read_shards
 from ckpt_tools.loop.loading.rename import parameter_renamer, renamed, substituter
 from ckpt_tools.loop.loading.shared_read import read_together
 from ckpt_tools.loop.state.archives import unpack
-from ckpt_tools.loop.state.composite import not_live
+from ckpt_tools.loop.state.composite import not_live, part_front
 from ckpt_tools.loop.state.late_staging import hold_all
 from ckpt_tools.loop.state.loader_states import deal_in_turn, has_read_all
 from ckpt_tools.loop.state.objects import Key
@@ -289,11 +289,13 @@ class _Load:
         Raises:
             PlanError: one is of another class, or its tensors mean something else.
         """
-        untold = list[str]()
+        untold, objects = list[str](), self.source.catalog.objects
         for name, found in self.exported.composites.items():
-            stored = self.found.objects.get(name)
-            if stored is None:
-                untold += [name] if any(part in self.found.tensors for part in found.parts) else []
+            if not any(part in self.found.tensors for part in found.parts):
+                continue
+            stored = self.found.objects.get(name, name)
+            if stored not in objects:
+                untold.append(name)
                 continue
             theirs = _read_object(self.source, stored, self.request.trust_pickle)
             if theirs != found.described:
@@ -302,12 +304,35 @@ class _Load:
                     f" {printable(str(theirs))}, and the state has {found.described}",
                     hint="quantize the model as it was quantized for the save",
                 )
+        self._refuse_other_parts()
         what = f"the checkpoint does not tell the kind of {len(untold):,} quantized weights"
         return (
             [f"{what}; they are taken for those of the state: {shown_names(untold)}"]
             if untold
             else []
         )
+
+    def _refuse_other_parts(self) -> None:
+        """Checks that quantized weights have no parts in the checkpoint that the state lacks.
+
+        Raises:
+            PlanError: with the name of such a part.
+        """
+        fronts, used = dict[str, str](), set(self.found.tensors.values())
+        for name, found in self.exported.composites.items():
+            for part in found.parts:
+                key = part.removeprefix(part_front(name))
+                if stored := self.found.tensors.get(part, ""):
+                    fronts[stored.removesuffix(key)] = name
+        every = tuple(fronts)
+        for stored in self.source.catalog.tensors if fronts else ():
+            if stored not in used and stored.startswith(every):
+                front = next(one for one in every if stored.startswith(one))
+                raise PlanError(
+                    f"a quantized weight has a part that the state lacks: {printable(stored)!r} of"
+                    f" {printable(fronts[front])!r}",
+                    hint="quantize the model as it was quantized for the save",
+                )
 
     def replicated(self) -> list[str]:
         """Returns the stored names that this rank loads and that several ranks saved."""

@@ -129,7 +129,7 @@ def match(
         if resized.get(n) != "skip" and exported.paths[n][:-1] not in skipped
     }
     new = [n for n in new if not places_above(n, {flat_name(path) for path in skipped})]
-    check_parts(exported.composites, tensors, "would not be loaded")
+    check_parts(exported.composites, tensors, "would not be loaded", objects)
     shapes, types = _unfit(exported, catalog, tensors, resized, request.cast)
     misfits = Misfits(absent, extra, shapes, types, pairs.kinds)
     error = _error_of(misfits, request.strict, exported, catalog, pairs.names, where)

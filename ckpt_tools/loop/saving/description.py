@@ -329,7 +329,7 @@ class JobNames:
         in_order = sorted(zip(self.groups, told, strict=True), key=lambda pair: pair[0].last)
         found = {fqn: ReplicaKind(kind) for _, kinds in in_order for fqn, kind in kinds.items()}
         return {
-            f: kind for f, kind in found.items() if kind is ReplicaKind.LOCAL or f not in strict
+            f: kind for f, kind in found.items() if kind is not ReplicaKind.FREE or f not in strict
         }
 
     def aliases(self, has_elements: Sequence[npt.NDArray[np.bool_]]) -> dict[str, str]:

@@ -52,7 +52,8 @@ class Writers:
         Args:
             job, columns, sets: of all ranks.
             is_written: `[tensors]`; the others are tied to one that is.
-            kinds: of tensors whose copies may differ. The lowest rank writes them.
+            kinds: of tensors that are not simply equal. The lowest rank writes those that may
+                differ, and parts of a weight, so that these are of one rank.
         """
         self._sets = sets
         num_cuts = int(columns.cuts.max(initial=-1)) + 1
@@ -73,8 +74,9 @@ class Writers:
         self.tensors, self.chosen = pairs.tensors, np.zeros(len(pairs.sets), np.int64)
         self.shared = pairs
         if len(pairs.sets):
-            is_free = np.array([kinds.get(fqn) is ReplicaKind.FREE for fqn in job.fqns], bool)
-            self._choose(columns, pairs, itemsizes, load, is_free)
+            lowest = (ReplicaKind.FREE, ReplicaKind.PART)
+            is_lowest = np.array([kinds.get(fqn) in lowest for fqn in job.fqns], bool)
+            self._choose(columns, pairs, itemsizes, load, is_lowest)
 
     def _choose(
         self,
@@ -82,14 +84,14 @@ class Writers:
         pairs: ChosenRows,
         itemsizes: Ints,
         load: Ints,
-        is_free: Bools,
+        is_lowest: Bools,
     ) -> None:
         """Chooses a row for each pair; the longest go first, to the rank with the least bytes.
 
         Args:
             columns: of all ranks.
             pairs: a chunk of each.
-            itemsizes, is_free: `[tensors]`; of the free ones, the lowest rank writes all.
+            itemsizes, is_lowest: `[tensors]`; of some, the lowest rank writes all.
             load: `[ranks]`, bytes that each writes already.
         """
         sets = self._sets
@@ -100,15 +102,15 @@ class Writers:
         by_size = met[np.argsort(-nbytes[met], kind="stable")]
         holders = {n: sets.holders_of(n) for n in np.unique(pairs.sets).tolist()}
         ranks = {n: columns.rank[rows] for n, rows in holders.items()}
-        for pair, number, size, free in zip(
+        for pair, number, size, lowest in zip(
             by_size.tolist(),
             pairs.sets[by_size].tolist(),
             nbytes[by_size].tolist(),
-            is_free[pairs.tensors[by_size]].tolist(),
+            is_lowest[pairs.tensors[by_size]].tolist(),
             strict=True,
         ):
             mine = ranks[number]
-            best = 0 if free else int(np.argmin(load[mine]))
+            best = 0 if lowest else int(np.argmin(load[mine]))
             load[mine[best]] += size
             self.chosen[pair] = holders[number][best]
         met = met[nbytes[met] > 0]

@@ -36,6 +36,7 @@ _ALIGNED = frozenset(
         "IntxUnpackedToInt8Tensor",
     }
 )
+_CUT = frozenset({"qdata", "int_data", "scale", "zero_point"})  # those of them that ranks may share
 # classes whose tensors are one row of blocks, and those of these tensors that are for all blocks
 _FLAT = {"NF4Tensor": frozenset({"scaler_mean", "nf4"})}
 
@@ -54,7 +55,7 @@ class Composite(NamedTuple):
     described: str
 
 
-def as_composite(name: str, value: object) -> Composite | None:
+def as_composite(name: str, value: object, is_proved: bool = True) -> Composite | None:
     """Returns the tensors of a weight that consists of several; None for any other value.
 
     A wrapper around one tensor of the same shape and type is that tensor: it has no composite.
@@ -62,6 +63,7 @@ def as_composite(name: str, value: object) -> Composite | None:
     Args:
         name: of the weight; that of each part is made from it.
         value: of a module's state dict.
+        is_proved: copies are compared before they are stored once.
 
     Raises:
         PlanError: ranks share the weight, and how they cut its tensors is not known.
@@ -76,14 +78,14 @@ def as_composite(name: str, value: object) -> Composite | None:
     if len(inside) == 1 and (first.shape, first.dtype) == (local.shape, local.dtype):
         return None
     parts = {
-        f"{part_front(name)}{key}": _as_shared(name, value, local, key, one)
+        f"{part_front(name)}{key}": _as_shared(name, value, local, key, one, is_proved)
         for key, one in inside.items()
     }
-    return Composite(value, parts, _described(local, list(inside)))
+    return Composite(value, parts, _described(value, local, list(inside)))
 
 
 def _as_shared(
-    name: str, value: torch.Tensor, local: torch.Tensor, key: str, part: Any
+    name: str, value: torch.Tensor, local: torch.Tensor, key: str, part: Any, is_proved: bool
 ) -> torch.Tensor:
     """Returns one of the tensors inside a weight, shared among the ranks as the weight is.
 
@@ -91,6 +93,7 @@ def _as_shared(
         name, value: of the weight.
         local: this rank's part of it.
         key, part: the tensor inside, and its name there.
+        is_proved: as for `as_composite`.
 
     Raises:
         PlanError: its place in the whole is not known.
@@ -106,12 +109,18 @@ def _as_shared(
     kind = type(local).__name__
     if cut and kind in _FLAT:
         shape, split = _flat(name, value, local, key, part)
-    elif not cut or kind in _ALIGNED:
+    elif not cut or (kind in _ALIGNED and key in _CUT):
         shape, split = _aligned(name, value, local, key, part, cut)
     else:
         raise PlanError(
-            f"how ranks cut a {kind} is not known ({printable(name)!r})",
+            f"how ranks cut {key} of a {kind} is not known ({printable(name)!r})",
             hint="give each rank all of it, as DDP does; or save the numbers, in a plain tensor",
+        )
+    if split != cut and not is_proved and key not in _FLAT.get(kind, ()):
+        raise PlanError(
+            f"one {key} may be for all ranks, or one rank's own, and copies are not compared here:"
+            f" {printable(name)!r}, a {kind}",
+            hint="CheckpointManager and ckpt_tools.save compare them",
         )
     placements = [
         placed
@@ -168,18 +177,45 @@ def _flat(
     return [part.numel() * (value.numel() // local.numel())], {0}
 
 
-def _described(local: Any, keys: Sequence[str]) -> str:
-    """Returns the class of a weight, and what its tensors do not tell.
+def _described(value: torch.Tensor, local: Any, keys: Sequence[str]) -> str:
+    """Returns the class of a weight, its shape and type, and what else its tensors do not tell.
 
-    Sizes of blocks are left out: the shapes tell them, and a rank's may be those of its part. So
-    are settings of how to compute with the weight.
+    Of classes that ranks may share, sizes of blocks are left out: the shapes tell them, and a
+    rank's may be those of its part. Settings of how to compute with the weight are left out, too.
     """
-    context = local.__tensor_flatten__()[1]
-    told = context if isinstance(context, Mapping) else dict[str, Any]()
-    kept = {key: value for key, value in told.items() if isinstance(value, bool)}
-    told = {**kept, "dtype": str(local.dtype).removeprefix("torch.")}
-    about = {"_type": type(local).__name__, "_data": told, "_tensor_data_names": list(keys)}
+    context, kind = local.__tensor_flatten__()[1], type(local).__name__
+    every = context if isinstance(context, Mapping) else dict(enumerate(_listed(context)))
+    is_known = kind in _ALIGNED or kind in _FLAT
+    plain = (bool, float, str) if is_known else (bool, float, str, int, list, tuple)
+    kept = {str(k): v for k, v in every.items() if isinstance(v, plain) and _is_json(v)}
+    told = {**kept, "dtype": str(local.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    about = {"_type": kind, "_data": told, "_tensor_data_names": list(keys)}
     return json.dumps(about, sort_keys=True)
+
+
+def _listed(context: object) -> Sequence[object]:
+    return context if isinstance(context, list | tuple) else [context]
+
+
+def _is_json(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def refuse_names(weight: Composite, others: Container[str]) -> None:
+    """Refuses an entry with the name of a part of a weight.
+
+    Raises:
+        PlanError: there is one.
+    """
+    taken = next((part for part in weight.parts if part in others), None)
+    if taken is not None:
+        raise PlanError(
+            "an entry has the name of a part of a weight that consists of several tensors:"
+            f" {printable(taken)!r}",
+            hint="give the entry another name",
+        )
 
 
 def part_front(name: str) -> str:
@@ -207,20 +243,26 @@ def not_live(
     }
 
 
-def check_parts(composites: Mapping[str, Composite], taken: Container[str], what: str) -> None:
+def check_parts(
+    composites: Mapping[str, Composite],
+    taken: Container[str],
+    what: str,
+    described: Container[str] = (),
+) -> None:
     """Refuses to save or load some tensors of a weight, and not all: codes need their scales.
 
     Args:
         composites: by flat name, with the flat names of their parts.
         taken: names that are saved or loaded.
         what: happens to the others, for the message.
+        described: names of weights whose description is loaded: never without the tensors.
 
     Raises:
         PlanError: with the name of such a tensor.
     """
     for name, found in composites.items():
         lost = [part for part in found.parts if part not in taken]
-        if lost and len(lost) < len(found.parts):
+        if lost and (len(lost) < len(found.parts) or name in described):
             raise PlanError(
                 f"a part of a weight {what}: {printable(lost[0])!r} of {printable(name)!r}",
                 hint="take all of its parts, or none",

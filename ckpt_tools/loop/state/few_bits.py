@@ -305,15 +305,35 @@ def notes_on(optimizer: Any, name: str) -> list[str]:
     """Returns a note if the moments of an optimizer differ in kind from those that it makes."""
     if not is_torchao(optimizer) or type(getattr(optimizer, "block_size", None)) is not int:
         return []
-    values = (value for state in optimizer.state.values() for value in state.values())
+    values = [value for state in optimizer.state.values() for value in state.values()]
     moments: list[Any] = [local_part(value) for value in values if is_moment(value)]
+    notes = _notes_on_plain(optimizer, values, name)
     found = {f"{type(one).__name__} in blocks of {one.block_size}" for one in moments}
     own = _own_form(optimizer, "", torch.device("cpu")) if found else None
     mine = f"{type(own).__name__} in blocks of {optimizer.block_size}"
     if not found - {mine}:
-        return []
+        return notes
     saved = ", ".join(sorted(found))
-    return [f"{name}: moments stay as they were saved, {saved}; a new optimizer would have {mine}"]
+    what = f"moments stay as they were saved, {saved}; a new optimizer would have {mine}"
+    return [f"{name}: {what}", *notes]
+
+
+def _notes_on_plain(optimizer: Any, values: Sequence[Any], name: str) -> list[str]:
+    """Returns a note on moments of float32 of which a new optimizer would have codes."""
+    plain = [
+        value
+        for value in values
+        if isinstance(value, torch.Tensor)
+        and value.dim()
+        and local_part(value).dtype is torch.float32
+        and local_part(value).numel() >= _LEAST_NUMEL
+        and local_part(value).numel() % optimizer.block_size == 0
+    ]
+    if not plain:
+        return []
+    return [
+        f"{name}: {len(plain):,} moments are float32, as they were saved or loaded, and stay so"
+    ]
 
 
 def notes_on_cut(names: Sequence[str], name: str) -> list[str]:

@@ -19,6 +19,7 @@ class ReplicaKind(StrEnum):
     EQUAL = "equal"  # an error
     LOCAL = "local"  # an error; its shape fits one rank only, so it is compared at every save
     FREE = "free"  # a note: buffers and the states of objects may differ in an honest job
+    PART = "part"  # an error, also if copies are trusted; codes and scales are of one rank
 
 
 class FileKind(IntEnum):

@@ -28,8 +28,9 @@ from torch.optim import Optimizer
 from ckpt_tools.core.catalog import is_valid_name
 from ckpt_tools.core.naming import WRAPPERS, is_norm_buffer, is_optimizer_state
 from ckpt_tools.errors import CheckpointError, PlanError, printable
-from ckpt_tools.loop.state.composite import Composite, as_composite, check_parts
+from ckpt_tools.loop.state.composite import Composite, as_composite, check_parts, refuse_names
 from ckpt_tools.loop.state.ema import Ema, refuse_applied
+from ckpt_tools.loop.state.few_bits import are_parts
 from ckpt_tools.loop.state.modules import module_state, plain_parameter_names
 from ckpt_tools.loop.state.objects import (
     MAX_DEPTH,
@@ -431,6 +432,9 @@ class _Exporter:
         self.emit(exported, path, is_root=True)
         trained = _with_parts(plain_parameter_names(module, exported), composites)
         self._let_differ(before[0], {flat_name((*path, name)) for name in trained})
+        for found in composites.values():
+            for part in found.parts:
+                self.result.kinds.setdefault(flat_name((*path, part)), ReplicaKind.PART)
         if self.is_partial:
             self.result.of_modules |= {*self.result.tensors, *self.result.objects} - known
         if self.cache is not None and len(self.result.objects) == before[1]:
@@ -502,6 +506,11 @@ class _Exporter:
         if "state" in found.values:
             self.emit(found.values["state"], (*path, "state"))
         tensors = dict(islice(self.result.tensors.items(), before, None))
+        for name, values in found.values.get("state", {}).items():
+            moments = values.items() if isinstance(values, Mapping) else ()
+            parts = [(key, part) for key, value in moments if are_parts(value) for part in value]
+            for keys in parts:
+                self.result.kinds[flat_name((*path, "state", name, *keys))] = ReplicaKind.PART
         for keys in found.local:
             self.result.kinds[flat_name((*path, "state", *keys))] = ReplicaKind.LOCAL
         self.emit({k: v for k, v in found.values.items() if k != "state"}, path, is_root=True)
@@ -724,12 +733,7 @@ def _parts_of(exported: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Co
         if found is None:
             plain[name] = value
             continue
-        if not found.parts.keys().isdisjoint(exported):
-            raise PlanError(
-                "a module has an entry with the name of a part of a weight that consists of several"
-                f" tensors: {printable(sorted(found.parts.keys() & exported.keys())[0])!r}",
-                hint="give the entry another name",
-            )
+        refuse_names(found, exported)
         composites[name] = found
         plain |= found.parts
         plain[name] = found.described

@@ -7,6 +7,7 @@ written down in blocks, and so relates the scales. Where a relation cuts a block
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,12 +16,15 @@ from ckpt_tools.core.catalog import ChunkList, QuantizedWeight, TensorEntry
 from ckpt_tools.core.grid import GridPlace, Relation
 from ckpt_tools.core.quantized import weights_in
 from ckpt_tools.core.relations import SourceIndexes, assemble, check_used_once
+from ckpt_tools.engine.formulas import Rows
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.registry import Source
+from ckpt_tools.operations.convert.map_file import KeyMap
 from ckpt_tools.operations.convert.training_state import TrainingState
-from ckpt_tools.operations.formulas_of import DEEPSEEK, DEEPSEEK_BLOCK, usual_blocks
+from ckpt_tools.operations.formulas_of import DEEPSEEK, DEEPSEEK_BLOCK, FormulaFinder
+from ckpt_tools.operations.quantization_config import ToldByConfig
 
-_ONE_NUMBER = ("float8_e4m3fn", "float8_e5m2", "int8")  # types whose elements are one code each
+_BITS = 8  # of a code that is an element
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class _Held:
         weight: as it is stored.
         codes, scales: its tensors, as they are stored.
         blocks: elements of a block along each dim.
+        sizes: those that the scheme prescribes; 0 for none, as along a row with one scale.
         ending: what the name of the scales has behind that of the codes.
     """
 
@@ -38,11 +43,8 @@ class _Held:
     codes: TensorEntry
     scales: TensorEntry
     blocks: tuple[int, ...]
+    sizes: tuple[int, ...]
     ending: str
-
-    def has_fixed_blocks(self, block: int) -> bool:
-        """Tells whether the scheme has blocks of this size, and not one scale for all of a dim."""
-        return self.ending.endswith(DEEPSEEK) and block == DEEPSEEK_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +106,8 @@ class HeldScales:
 
     def _held_of(self, entry: TensorEntry) -> _Held | None:
         """Returns the stored weight of which a tensor has codes; the first of several."""
-        name = entry.relations[0].left.name if entry.relations else entry.stored_name
-        return self.held.get(name)
+        names = [relation.left.name for relation in entry.relations] or [entry.stored_name]
+        return next((self.held[name] for name in names if name in self.held), None)
 
     def _in_blocks(self, entry: TensorEntry, scales: str) -> tuple[list[Relation], tuple[int, ...]]:
         """Returns the relations of scales, and their shape.
@@ -116,12 +118,16 @@ class HeldScales:
         found, blocks = list[Relation](), set[tuple[int, ...]]()
         for relation in entry.relations:
             held = self.held.get(relation.left.name)
-            made = None if held is None else _coarser(relation, held, entry.shape, scales)
-            if made is None:
-                kind = self._held_of(entry)
-                assert kind is not None
+            if held is None:
                 raise PlanError(
-                    f"a part of a quantized weight ({kind.weight.scheme}) cannot be cut, joined or"
+                    f"{printable(entry.fqn)!r} would consist of a quantized weight, and of another"
+                    f" tensor: {printable(relation.left.name)!r}",
+                    hint="--dtype bf16 writes numbers",
+                )
+            made = _coarser(relation, held, entry.shape, scales)
+            if made is None:
+                raise PlanError(
+                    f"a part of a quantized weight ({held.weight.scheme}) cannot be cut, joined or"
                     f" reordered here, since its blocks do not allow it:"
                     f" {printable(relation.left.name)!r}, to make {printable(entry.fqn)!r}",
                     hint="write numbers first (--to hf --dtype bf16), and convert these; or convert"
@@ -139,20 +145,39 @@ class HeldScales:
         return found, tuple(-(-d // b) for d, b in zip(entry.shape, block, strict=True))
 
 
-def hold_scales(parts: TrainingState) -> HeldScales:
-    """Takes the scales of blocks out of a model. Its codes look like plain numbers then."""
-    held = dict[str, _Held]()
+def hold_scales(
+    parts: TrainingState, source: Source, told: ToldByConfig, keys: KeyMap | None
+) -> HeldScales:
+    """Takes the scales of blocks out of a model. Its codes look like plain numbers then.
+
+    Only of weights whose formula is known for sure, and whose scales have no rules of their own.
+
+    Args:
+        parts: the training state.
+        source: where it is stored.
+        told: what a config tells of its codes.
+        keys: the user's map, if there is one.
+    """
+    finder, held = FormulaFinder(source.catalog.tensors, told), dict[str, _Held]()
     by_stored = {entry.stored_name: entry for entry in parts.model.values()}
+    with_state = {name for optimizer in parts.optimizers for name in optimizer.state}
     for weight in weights_in(parts.model.values()):
-        entries = [by_stored.get(part) for part in weight.parts]
-        codes, scales = (*entries, None, None)[:2]
-        if len(entries) != 2 or codes is None or scales is None:
+        if len(weight.parts) != 2 or not all(part in by_stored for part in weight.parts):
             continue
+        codes, scales = (by_stored[part] for part in weight.parts)
+        found = finder.find(weight, {})
+        formula = None if isinstance(found, str) else found.formula
+        if type(formula) is not Rows or formula.code.bits != _BITS or formula.zeros is not None:
+            continue
+        is_one = len(codes.shape) == len(scales.shape) > 1 and math.prod(codes.shape) > 0
         ending = scales.fqn.removeprefix(codes.fqn)
-        blocks = usual_blocks(codes, scales)
-        is_one = codes.dtype.name in _ONE_NUMBER and len(codes.shape) == len(scales.shape) > 1
-        if is_one and blocks is not None and ending and ending != scales.fqn:
-            held[codes.stored_name] = _Held(weight, codes, scales, blocks, ending)
+        if is_one and ending not in ("", scales.fqn) and scales.fqn not in with_state:
+            sizes = _sizes_of(told, scales.fqn, len(codes.shape))
+            held[codes.stored_name] = _Held(
+                weight, codes, scales, formula.scales.blocks, sizes, ending
+            )
+    if keys is not None and any(_names_scales(keys, one) for one in held.values()):
+        held = {}
     if not held:
         return HeldScales(parts, {})
     gone = {one.scales.stored_name for one in held.values()}
@@ -162,6 +187,22 @@ def hold_scales(parts: TrainingState) -> HeldScales:
         if entry.stored_name not in gone
     }
     return HeldScales(replace(parts, model=model), held)
+
+
+def _sizes_of(told: ToldByConfig, scales: str, num_dims: int) -> tuple[int, ...]:
+    """Returns the sizes of blocks that a scheme has along each dim; 0 for no fixed one."""
+    blocks = told.blocks
+    if not told.said and scales.endswith(DEEPSEEK):
+        blocks = (DEEPSEEK_BLOCK,) * min(2, num_dims)
+    return (0,) * (num_dims - len(blocks)) + blocks if len(blocks) <= num_dims else (0,) * num_dims
+
+
+def _names_scales(keys: KeyMap, held: _Held) -> bool:
+    """Tells whether a rule of a map is for the scales alone: then they follow the rules."""
+    codes, scales = held.codes.fqn, held.scales.fqn
+    whole = [rule["match"] for rule in keys.transforms] + [*keys.drop]
+    found = any(p.fullmatch(scales) and not p.fullmatch(codes) for p in whole)
+    return found or any(p.search(scales) and not p.search(codes) for p, *_ in keys.rename)
 
 
 def _cut_codes(parts: TrainingState, held: dict[str, _Held]) -> list[str]:
@@ -199,7 +240,7 @@ def _coarser(
         across = right.dims[inner]
         is_all = sizes[inner] == length == shape[across]
         # one scale for all of a dim: a result with two of them would be another scheme
-        is_fixed = held.scales.shape[dim] > 1 or held.has_fixed_blocks(block)
+        is_fixed = held.scales.shape[dim] > 1 or block == held.sizes[dim]
         is_fitting = is_all or (is_fixed and sizes[inner] % block == 0)
         if right.steps[inner] != 1 or not is_fitting:
             return None

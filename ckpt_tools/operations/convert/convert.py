@@ -25,7 +25,7 @@ from ckpt_tools.formats.registry import (
     Source,
 )
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.operations.convert.blocks import hold_scales
+from ckpt_tools.operations.convert.blocks import HeldScales, hold_scales
 from ckpt_tools.operations.convert.families import (
     FAMILIES,
     HUB_ENDING,
@@ -40,12 +40,13 @@ from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.convert.huggingface import (
     check_loads,
     head_counts,
+    quantization_of,
     read_config,
     untie,
 )
 from ckpt_tools.operations.convert.key_map import apply_map, check_settings
 from ckpt_tools.operations.convert.layouts import TargetLayout
-from ckpt_tools.operations.convert.map_file import read_map
+from ckpt_tools.operations.convert.map_file import KeyMap, read_map
 from ckpt_tools.operations.convert.model_names import shapes_in
 from ckpt_tools.operations.convert.options import Conversion, check_request, substitute
 from ckpt_tools.operations.convert.param_order import ModelOrder, read_order
@@ -64,11 +65,12 @@ from ckpt_tools.operations.merge_reshard import (
     not_taken,
     unknown_values,
 )
+from ckpt_tools.operations.quantization_config import told_by, told_by_config
 from ckpt_tools.operations.quantize import Quantization
 from ckpt_tools.operations.side_files import left_beside
 from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.publish.manifest import RENAMED_BY
-from ckpt_tools.publish.sealed_source import open_sealed
+from ckpt_tools.publish.sealed_source import checked_manifest, open_sealed
 from ckpt_tools.ranks.base import ALONE, Group
 from ckpt_tools.transfer.options import Options, Path_
 from ckpt_tools.transfer.result import TransferResult
@@ -347,9 +349,9 @@ def _with_other_names(
     parts: TrainingState, source: Source, to: str, how: Conversion
 ) -> TrainingState:
     """Returns the training state under the names that are wanted, and in their layout."""
-    changes_layout = how.get("base") is not None or how.get("key_map") is not None
-    # rules of the user name scales, too
-    held = hold_scales(parts) if changes_layout and not how.get("rename") else None
+    if not how.get("keep_prefix"):
+        parts = _stripped(parts, has_keys=bool(source.catalog.paths))
+    held = _held(parts, source, how)
     parts = _renamed(parts if held is None else held.parts, source, to, how)
     parts = _named_by_transformers(parts, to, how, source)
     if how.get("names") in MAPPED_NAMES:
@@ -357,14 +359,31 @@ def _with_other_names(
     return parts if held is None else held.put_back(parts, source)
 
 
+def _held(parts: TrainingState, source: Source, how: Conversion) -> HeldScales | None:
+    """Returns a training state without scales, which will follow their codes; None if none do."""
+    base, key_map = how.get("base"), how.get("key_map")
+    if (base is None and key_map is None) or how.get(
+        "rename"
+    ):  # rules of the user name scales, too
+        return None
+    if not weights_in(parts.model.values()):
+        return None
+    told = told_by_config(source, checked_manifest(source))
+    if base is not None and not told.said:
+        told = told_by(quantization_of(base, read_config(base))[1])
+    keys = _read_map(key_map, how) if key_map is not None else None
+    return hold_scales(parts, source, told, keys)
+
+
+def _read_map(key_map: Path_, how: Conversion) -> KeyMap:
+    return read_map(key_map, _numbers(how.get("base"), how.get("settings") or {}))
+
+
 def _renamed(parts: TrainingState, source: Source, to: str, how: Conversion) -> TrainingState:
     """Returns the training state under the names of the target."""
-    if not how.get("keep_prefix"):
-        parts = _stripped(parts, has_keys=bool(source.catalog.paths))
-    base = how.get("base")
     key_map = how.get("key_map") or _found_map(parts, to, how)
     if key_map:
-        keys = read_map(key_map, _numbers(base, how.get("settings") or {}))
+        keys = _read_map(key_map, how)
         check_settings(keys, how.get("settings") or {})
         refuse_unnamed(parts, "a key map changes parameters and their state")
         parts = apply_map(parts, keys, source, bool(how.get("partial")))

@@ -407,13 +407,8 @@ def _side_by_side(
 
 def _cut(parts: TrainingState, keys: KeyMap) -> list[str]:
     """Returns the names of the tensors that a rule may cut or join."""
-    rules = [rule["match"] for rule in _transforms(keys)]
+    rules = [rule["match"] for rule in keys.transforms]
     return [n for n in names_of(parts) if keys.fuse or any(m.fullmatch(n) for m in rules)]
-
-
-def _transforms(keys: KeyMap) -> list[Mapping[str, Any]]:
-    """Returns the rules that change more than names."""
-    return [*keys.unstack, *keys.split, *keys.rope, *keys.transpose, *keys.fuse, *keys.stack]
 
 
 def check_settings(keys: KeyMap, given: Iterable[str]) -> None:

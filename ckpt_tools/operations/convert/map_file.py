@@ -53,13 +53,17 @@ class KeyMap:
             return f"the key map {self.path}"
         return f"the key map {os.path.basename(self.path)} (CRC-64 {hex64(self.crc64)})"
 
+    @property
+    def transforms(self) -> tuple[Mapping[str, Any], ...]:
+        """Returns the rules that change more than names."""
+        return (*self.unstack, *self.split, *self.rope, *self.transpose, *self.fuse, *self.stack)
+
     def share_of(self, names: Sequence[str]) -> float:
         """Returns the share of names that a rule changes, as a source has them.
 
         Names that the map keeps or leaves out tell nothing, and do not count.
         """
-        rules = (*self.unstack, *self.split, *self.rope, *self.transpose, *self.fuse, *self.stack)
-        silent, whole = (*self.drop, *self.keep), [rule["match"] for rule in rules]
+        silent, whole = (*self.drop, *self.keep), [rule["match"] for rule in self.transforms]
         told = [n for n in names if not any(pattern.fullmatch(n) for pattern in silent)]
         changed = sum(
             any(pattern.search(n) for pattern, *_ in self.rename)
