@@ -246,13 +246,13 @@ def _coarser(
             return None
         if wanted.setdefault(across, block) != block:
             return None
+        # the other axes jump from block to block, along this dim or along one of their own
         others = [axis for axis in axes if axis != inner]
-        starts = [left.starts[dim], right.starts[across], *(left.steps[axis] for axis in others)]
-        starts += [right.steps[axis] for axis in others if right.dims[axis] == across]
-        if any(start % block for start in starts) or any(
-            right.dims[axis] != across and wanted.setdefault(right.dims[axis], 1) != 1
-            for axis in others
-        ):
+        along = [axis for axis in others if right.dims[axis] == across]
+        jumps = [left.starts[dim], right.starts[across]]
+        jumps += [left.steps[axis] for axis in others] + [right.steps[axis] for axis in along]
+        apart = [right.dims[axis] for axis in others if axis not in along]
+        if any(jump % block for jump in jumps) or any(wanted.setdefault(d, 1) != 1 for d in apart):
             return None
         if not is_all and (length % block or shape[across] % block):
             return None  # a block at the end is shorter
