@@ -76,8 +76,8 @@ _OF_TORCHAO = tuple(
 # activations, of the cache of keys and values, and upper bounds
 _COMPANION = re.compile(r"(?:.+_)?(?:scales?|scale_ub|zero_point)")
 _SCALED = ("compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "quark", "finegrained_fp8")
-OF_TORCHAO, _OF_BITSANDBYTES = "torchao optimizer", "bitsandbytes 8-bit optimizer"
-OF_OPTIMIZERS = (OF_TORCHAO, _OF_BITSANDBYTES)
+OF_TORCHAO, OF_BITSANDBYTES = "torchao optimizer", "bitsandbytes 8-bit optimizer"
+OF_OPTIMIZERS = (OF_TORCHAO, OF_BITSANDBYTES)
 # the first that fits counts
 SCHEMES = (
     Scheme(
@@ -119,8 +119,8 @@ SCHEMES = (
     Scheme("fp8 with scales of blocks", "weight", ("{P}scale",), (), 0, _SCALED),
     Scheme("fp8 with a scale", "weight", ("{P}scale_weight",), ("{P}scale_input",), 0, ()),
     Scheme("AQLM", "codes", ("{P}codebooks", "{P}scales"), (), None, ("aqlm",)),
-    Scheme(_OF_BITSANDBYTES, "state1", ("{P}qmap1", "{P}absmax1"), (), 8, ()),
-    Scheme(_OF_BITSANDBYTES, "state2", ("{P}qmap2", "{P}absmax2"), (), 8, ()),
+    Scheme(OF_BITSANDBYTES, "state1", ("{P}qmap1", "{P}absmax1"), (), 8, ()),
+    Scheme(OF_BITSANDBYTES, "state2", ("{P}qmap2", "{P}absmax2"), (), 8, ()),
     Scheme(OF_TORCHAO, "exp_avg.codes", ("{P}scale",), ("{P}qmap",), None, ()),
     Scheme(OF_TORCHAO, "exp_avg_sq.codes", ("{P}scale",), ("{P}qmap",), None, ()),
     Scheme(

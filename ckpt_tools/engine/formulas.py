@@ -407,6 +407,24 @@ class TableRows(Rows):
             into[:] = table.take(data[:, : into.shape[1]])
 
 
+@dataclass(frozen=True)
+class TableBlocks(TableRows):
+    """Codes of 8 bits whose numbers are those of a stored table; blocks run over the flat weight.
+
+    Roles: those of `TableRows`. The grid has one row of scales, for all blocks.
+    """
+
+    def fill(self, found: Found, start: int, into: Singles) -> None:
+        table, scales = found["table"].reshape(-1), found["scales"].reshape(1, -1)
+        first = start - self.unit(start).start
+        codes = found["codes"].reshape(-1)[first : first + len(into)]
+        for low in range(0, len(into), _BLOCK_NUMEL):
+            target = into[low : low + _BLOCK_NUMEL]
+            np.take(table, codes[low : low + _BLOCK_NUMEL], out=target, mode="clip")
+            at = range(start + low, start + low + len(target))
+            _apply(np.multiply, target[np.newaxis], scales, self.scales.blocks[-1], at)
+
+
 def _pairs(table: Singles) -> npt.NDArray[np.uint64]:
     """Returns the two of 16 numbers for each byte; the higher bits have the first one."""
     pairs = np.stack([np.repeat(table, 16), np.tile(table, 16)], axis=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.core.box import whole
@@ -16,7 +16,7 @@ from ckpt_tools.core.catalog import Catalog, Extent, QuantizedWeight, TensorEntr
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.naming import model_only, strip_wrappers
 from ckpt_tools.core.plan import plan_values
-from ckpt_tools.core.quantized import OF_OPTIMIZERS, OF_TORCHAO, described, weights_in
+from ckpt_tools.core.quantized import OF_OPTIMIZERS, described, weights_in
 from ckpt_tools.engine.computed import ComputedStore, PartsReading, numbers_file
 from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
 from ckpt_tools.engine.formulas import Formula
@@ -77,7 +77,7 @@ class Dequantized:
             return entry.dtype.name
         codes = self.stored.catalog.tensors[weight.codes].dtype.name
         kind = described([weight]).partition(" ")[2]
-        return f"{kind}, {codes}" if weight.scheme == OF_TORCHAO else kind
+        return f"{kind}, {codes}" if weight.scheme in OF_OPTIMIZERS else kind
 
     def prove(self, catalog: Catalog, group: Group) -> None:
         """Compares the bytes that all ranks have read with their checksums.
@@ -109,7 +109,7 @@ def dequantize(
     is_kept: Callable[[str], bool],
     key: str | None = None,
     of_model: bool = True,
-    of_optimizers: bool = False,
+    of_optimizers: Collection[str] = (),
 ) -> Dequantized:
     """Shows quantized weights as numbers, where their formula is known for sure.
 
@@ -119,7 +119,7 @@ def dequantize(
             that within the model, and that without the prefixes of wrappers.
         key: of the model; found if None.
         of_model: show the weights of the model so.
-        of_optimizers: also show moments of few bits so.
+        of_optimizers: also show moments of few bits so, of these schemes.
 
     Raises:
         IntegrityError: a tensor on which a formula depends is not what was sealed.
@@ -136,7 +136,8 @@ def dequantize(
     weights = [
         weight
         for weight in weights_in(catalog.tensors.values())
-        if (of_optimizers if weight.scheme == OF_TORCHAO else of_model and weight.codes in model)
+        if weight.scheme in of_optimizers
+        or (of_model and weight.codes in model and weight.scheme not in OF_OPTIMIZERS)
     ]
     wanted = [w for w in weights if not any(map(stays, w.parts))]
     manifest = checked_manifest(source)

@@ -16,7 +16,7 @@ from ckpt_tools.core.box import whole
 from ckpt_tools.core.catalog import Catalog, TensorEntry, one_chunk
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.plan import plan_values
-from ckpt_tools.core.quantized import described, may_be_codes, weights_in
+from ckpt_tools.core.quantized import OF_OPTIMIZERS, described, may_be_codes, weights_in
 from ckpt_tools.core.selection import check_globs, chooser, keep, matcher, refuse_unread
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.compare import CompareSink, Tally
@@ -280,7 +280,7 @@ def _entries(catalog: Catalog) -> dict[str, TensorEntry]:
 def _shown(a: Source, b: Source) -> tuple[Dequantized, Dequantized]:
     """Returns both with numbers in the place of the weights that they do not store alike."""
     kinds = [{f: (t.dtype, t.shape) for f, t in s.catalog.tensors.items()} for s in (a, b)]
-    shown = [dequantize(source, matcher(()), of_optimizers=True) for source in (a, b)]
+    shown = [dequantize(source, matcher(()), of_optimizers=OF_OPTIMIZERS) for source in (a, b)]
     mine, theirs = ({w.codes: s.formulas[name] for name, w in s.weights.items()} for s in shown)
     alike = {
         part
@@ -290,7 +290,7 @@ def _shown(a: Source, b: Source) -> tuple[Dequantized, Dequantized]:
         and mine.get(codes := weight.codes, theirs.get(codes)) == theirs.get(codes, mine.get(codes))
         for part in weight.parts
     }
-    one, two = (dequantize(s, alike.__contains__, of_optimizers=True) for s in (a, b))
+    one, two = (dequantize(s, alike.__contains__, of_optimizers=OF_OPTIMIZERS) for s in (a, b))
     return one, two
 
 
@@ -310,7 +310,7 @@ def _by_value(
         if weight.codes not in codes
         for part in weight.parts
     }
-    one, two = (dequantize(s, parts.__contains__, of_optimizers=True) for s in (a, b))
+    one, two = (dequantize(s, parts.__contains__, of_optimizers=OF_OPTIMIZERS) for s in (a, b))
     theirs = two.shown.catalog.tensors
     pairs = [(one.shown.catalog.tensors[n], theirs[n]) for n in one.parts if n in two.parts]
     pairs = [(x, y) for x, y in pairs if x.shape == y.shape]

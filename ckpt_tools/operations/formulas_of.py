@@ -6,8 +6,8 @@ for sure, there is a reason in place of a formula.
 Sources: DeepSeek-V3, `inference/kernel.py` (`weight_dequant`) and its config (`weight_block_size`);
 compressed-tensors 0.20 (`naive-quantized`, `int-quantized`, `pack-quantized`,
 `nvfp4-pack-quantized`, `mxfp4-pack-quantized`); ModelOpt's NVFP4 (`weight_scale_2`); transformers
-5.24, `integrations/mxfp4.py`; bitsandbytes 0.50, `functional.py`; AutoGPTQ's and GPTQModel's
-`checkpoint_format`; AutoAWQ's GEMM layout; torchao 0.18, `optim/subclass_*.py`.
+5.24, `integrations/mxfp4.py`; bitsandbytes 0.50, `functional.py`, `optim/optimizer.py`; AutoGPTQ's
+and GPTQModel's `checkpoint_format`; AutoAWQ's GEMM layout; torchao 0.18, `optim/subclass_*.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from ckpt_tools.core.box import whole
 from ckpt_tools.core.catalog import QuantizedWeight, TensorEntry
 from ckpt_tools.core.dtypes import BY_NAME
-from ckpt_tools.core.quantized import OF_TORCHAO, weights_in
+from ckpt_tools.core.quantized import OF_BITSANDBYTES, OF_OPTIMIZERS, OF_TORCHAO, weights_in
 from ckpt_tools.engine.formulas import (
     FP4,
     Codes,
@@ -31,6 +31,7 @@ from ckpt_tools.engine.formulas import (
     Grid,
     Part,
     Rows,
+    TableBlocks,
     TableRows,
     Turned,
     Words,
@@ -53,6 +54,7 @@ DEEPSEEK_BLOCK, DEEPSEEK = 128, "_scale_inv"  # the size where no config tells a
 _WORD_BITS, _AWQ_PER_WORD = 32, 8
 _GPTQ_ZEROS = {"gptq": 1, "gptq_v2": 0}  # by format: what a stored zero point lacks
 _GPTQ_BITS = (2, 3, 4, 8)
+_MOMENT_BLOCK = 256  # of bitsandbytes' 8-bit optimizers
 _FLAT_BLOCKS = tuple(1 << n for n in range(5, 13))  # of bitsandbytes
 _MOST_OFFSET = 1e30
 _PER_SCB = 7.874015718698502e-3  # bitsandbytes' float32 of 1/127
@@ -94,7 +96,7 @@ class FormulaFinder:
             weight: with all of its parts in the checkpoint.
             small: the bytes of its `small_parts`.
         """
-        is_weight = weight.scheme != OF_TORCHAO  # no config tells of moments
+        is_weight = weight.scheme not in OF_OPTIMIZERS  # no config tells of moments
         if is_weight and not self._told.is_clear:
             return "the config beside it is not understood"
         if is_weight and self._told.is_turned:
@@ -126,6 +128,8 @@ class FormulaFinder:
             return self._by_127(weight, small)
         if scheme == OF_TORCHAO:
             return self._moment(weight)
+        if scheme == OF_BITSANDBYTES:
+            return self._flat_moment(weight)
         raise _Unsure("no formula is known for this scheme")
 
     def _part(self, name: str, is_raw: bool = False, dtype: str = "") -> Part:
@@ -238,6 +242,20 @@ class FormulaFinder:
         if not numbers:
             return Rows(shape, Codes(8, kind=codes.dtype.name), part, grid)
         return TableRows(shape, Codes(bits), part, grid, table=self._part(name))
+
+    def _flat_moment(self, weight: QuantizedWeight) -> Formula:
+        """Returns the formula of a moment of bitsandbytes: codes of a table, in blocks."""
+        codes, table, scales = (self._stored[part] for part in weight.parts)
+        numel, count = whole(codes.shape).numel, whole(scales.shape).numel
+        is_flat = len(scales.shape) == 1 and -(-numel // _MOMENT_BLOCK) == count
+        types = (codes.dtype.name, table.dtype.name, scales.dtype.name)
+        is_known = types == ("uint8", "float32", "float32") and table.shape == (256,)
+        if not is_known or not is_flat or not codes.shape or count > _MAX_SCALES:
+            raise _Unsure("shapes and types are not those of a moment of bitsandbytes")
+        self._refuse_others(weight, weight.parts)
+        grid = Grid(self._part(scales.fqn), scales.shape, (_MOMENT_BLOCK,))
+        part = self._part(weight.codes, is_raw=True)
+        return TableBlocks(codes.shape, Codes(8), part, grid, table=self._part(table.fqn))
 
     # ---- packed codes in rows --------------------------------------------------------------------
 

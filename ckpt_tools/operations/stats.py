@@ -10,7 +10,7 @@ from typing import Unpack
 from ckpt_tools.core.catalog import Catalog, TensorEntry
 from ckpt_tools.core.logs import log
 from ckpt_tools.core.plan import plan_values
-from ckpt_tools.core.quantized import described, may_be_codes, weights_in
+from ckpt_tools.core.quantized import OF_OPTIMIZERS, described, may_be_codes, weights_in
 from ckpt_tools.core.selection import check_globs, chooser, keep, matcher
 from ckpt_tools.core.statistics import TensorStatistics
 from ckpt_tools.core.threads import num_threads
@@ -100,7 +100,7 @@ def stats(
     with group.phase("open it"):
         source = open_source(src, options.get("storage_options"), lay_beside(options.get("shapes")))
         check_needed(options.get("shapes"), source.catalog)
-        numbers = dequantize(source, matcher(()), of_optimizers=True)
+        numbers = dequantize(source, matcher(()), of_optimizers=OF_OPTIMIZERS)
         catalog = _chosen(numbers.shown.catalog, select, exclude)
         known = {} if histogram or read_all else sealed_statistics(source)
         sealed = {f: s for f, s in known.items() if f not in numbers.parts}

@@ -43,7 +43,7 @@ def _kinds(gathered: Sequence[RankNames]) -> dict[str, ReplicaKind]:
         fqn: kind
         for g in gathered
         for fqn, kind in g.kinds.items()
-        if kind is ReplicaKind.LOCAL or fqn not in strict
+        if kind is not ReplicaKind.FREE or fqn not in strict
     }
 
 
@@ -194,8 +194,8 @@ def _spread(
         load[rank] += nbytes
         chosen[rank].append(number)
     for nbytes, key in sorted(shared, key=lambda p: -p[0]):
-        may_differ = kinds.get(key[0]) is ReplicaKind.FREE
-        rank, number = min(holders[key], key=lambda h: (0 if may_differ else load[h[0]], h[0]))
+        is_of_lowest = kinds.get(key[0]) in (ReplicaKind.FREE, ReplicaKind.PART)
+        rank, number = min(holders[key], key=lambda h: (0 if is_of_lowest else load[h[0]], h[0]))
         load[rank] += nbytes
         chosen[rank].append(number)
     names = [fqn for fqn in first if fqn not in aliases]
@@ -291,4 +291,5 @@ def replica_tasks(
         for place, rank in enumerate(ranks):
             mine = tuple(holders[place][1] for holders in shards)
             sets[rank].append(ReplicaSet(number, kind, len(ranks), mine))
-    return [ReplicaTask(tuple(mine), len(found)) for mine in sets]
+    has_parts = any(kind is ReplicaKind.PART for _, kind in found)
+    return [ReplicaTask(tuple(mine), len(found), has_parts) for mine in sets]

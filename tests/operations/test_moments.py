@@ -215,3 +215,44 @@ def test_an_optimizer_of_codes_does_not_keep_scales_of_a_model_of_numbers(tmp_pa
     got = torch.load(tmp_path / "o.pt")
     assert got["model"].keys() == {"l.weight"}
     assert got["optimizer"]["state"]["l.weight"]["state1"].dtype == torch.uint8
+
+
+def of_bitsandbytes(folder: Path, seed: int) -> dict[str, torch.Tensor]:
+    """Writes what a save has of bitsandbytes' AdamW8bit, whose blocks run over the flat weight."""
+    rng, model, state, want = torch.Generator().manual_seed(seed), {}, {}, {}
+    for n, shape in enumerate(((64, 100), (5, 512), (3, 7, 300), (4099,))):
+        name = f"{n}.weight"
+        model[name], held = torch.zeros(shape), dict[str, torch.Tensor]()
+        numel = model[name].numel()
+        for key in "12":
+            codes = torch.randint(0, 256, shape, generator=rng, dtype=torch.uint8)
+            table, scales = (
+                torch.randn(256, generator=rng),
+                torch.rand(-(-numel // 256), generator=rng),
+            )
+            held |= {f"state{key}": codes, f"qmap{key}": table, f"absmax{key}": scales}
+            wide = scales.repeat_interleave(256)[:numel].reshape(shape)
+            want[f"{name}.__bnb_optimizer_quant_state__.state{key}"] = table[codes.long()] * wide
+        state[name] = {"step": 3, "__bnb_optimizer_quant_state__": held}
+    groups = [{"lr": 0.1, "params": [*model]}]
+    whole = {"model": model, "optimizer": {"state": state, "param_groups": groups}}
+    dcp.save(whole, checkpoint_id=folder, no_dist=True)
+    return want
+
+
+def test_moments_of_bitsandbytes_are_measured_and_compared(tmp_path: Path) -> None:
+    one, two = (of_bitsandbytes(tmp_path / str(seed), seed) for seed in (0, 1))
+    result = ckpt_tools.stats(tmp_path / "0")
+    for name, numbers in one.items():
+        found = result.tensors[f"optimizer.state.{name}"]
+        assert found.rms == pytest.approx(numbers.square().mean().sqrt().item(), rel=1e-5)
+        assert found.max_abs == numbers.abs().max().item()
+    assert any("dequantized: 8 bitsandbytes 8-bit optimizer" in note for note in result.notes)
+    differences = {d.fqn: d for d in ckpt_tools.diff(tmp_path / "0", tmp_path / "1").differences}
+    for name, numbers in one.items():
+        found = differences[f"optimizer.state.{name}"]
+        assert found.max_abs == pytest.approx((numbers - two[name]).abs().max().item(), rel=1e-6)
+        assert not found.is_code
+    # a conversion copies the codes
+    ckpt_tools.convert(tmp_path / "0", tmp_path / "copy", to="dcp", ranks=2)
+    assert ckpt_tools.diff(tmp_path / "0", tmp_path / "copy").is_same

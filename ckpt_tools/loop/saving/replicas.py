@@ -116,9 +116,11 @@ def replica_tasks(
     _, first, which = np.unique(both, return_index=True, return_inverse=True)
     by_group = np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which))[:-1])
     in_order = [by_group[n] for n in np.argsort(first, kind="stable")]
+    has_parts = False
     for number, pairs in enumerate(in_order):
         tensors, its_sets = shared.tensors[pairs], shared.sets[pairs]
         kind = every[kind_of[tensors[0]]]
+        has_parts = has_parts or kind is ReplicaKind.PART
         different, which = np.unique(its_sets, return_inverse=True)
         rows = np.array([holders[one] for one in different.tolist()])
         ranks_alike: dict[tuple[int, bytes], ReplicaSet] = {}
@@ -130,7 +132,6 @@ def replica_tasks(
                 shards = tuple(numbers.tolist())
                 ranks_alike[key] = ReplicaSet(number, kind, rows.shape[1], shards)
             found[rank].append(ranks_alike[key])
-    has_parts = ReplicaKind.PART in kinds.values()
     return [ReplicaTask(tuple(mine), len(in_order), has_parts) for mine in found]
 
 

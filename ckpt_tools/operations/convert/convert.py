@@ -164,7 +164,7 @@ def prepare(
             source,
             lambda name: name not in moments and is_kept(name),
             of_model=how.get("dtype") is not None,
-            of_optimizers=not may_copy,
+            of_optimizers=() if may_copy else (OF_TORCHAO,),
         )
         numbers.refuse_resume(how.get("resume", False))
     source = numbers.shown
