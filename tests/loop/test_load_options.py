@@ -68,6 +68,7 @@ def test_a_changed_shape_is_skipped_or_made_by_a_function_and_nothing_else(tmp_p
         for how, message in (
             ("grow", "cannot grow 'model.embed.weight'"),
             (lambda stored, shape: stored, r"returned \[5, 3\]"),
+            ("refuse", "shapes differ: 1"),
         ):
             with pytest.raises(PlanError, match=message):
                 checkpoints.resume({"model": now}, on_mismatch={"model.embed*": how})
