@@ -12,6 +12,8 @@ Source: torch 2.13 `torch/distributed/checkpoint/default_planner.py`.
 from __future__ import annotations
 
 import io
+import sys
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +27,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 
 from ckpt_tools.errors import PlanError, printable
-from ckpt_tools.loop.state.composite import as_composite, part_front, refuse_names
+from ckpt_tools.loop.state.composite import as_composite, check_kind, part_front, refuse_names
 from ckpt_tools.loop.state.few_bits import parts_of_shared_moment
 
 
@@ -91,8 +93,11 @@ class LoadPlanner(DefaultLoadPlanner):
         """
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
+        in_order = sorted(stored)
         for front, parts in self._plain.parts.items():
-            there = {name for name in stored if name.startswith(front)} if parts else set()
+            first = bisect_left(in_order, front)
+            last = bisect_left(in_order, front + chr(sys.maxunicode), lo=first)
+            there = set(in_order[first:last])
             if there and there != parts.keys():
                 name = min(there ^ parts.keys())
                 raise PlanError(
@@ -122,13 +127,7 @@ class LoadPlanner(DefaultLoadPlanner):
             path = self.mappings[name]
             set_element(self._given, path, _element(self.original_state_dict, path))
             return
-        theirs = torch.load(value, weights_only=True)
-        if theirs != mine:
-            raise PlanError(
-                f"a quantized weight is of another kind: {printable(name)!r} was saved as"
-                f" {printable(str(theirs))}, and the state has {mine}",
-                hint="quantize the model as it was quantized for the save",
-            )
+        check_kind(name, torch.load(value, weights_only=True), mine)
 
 
 def _check_flat(flattens: bool) -> None:

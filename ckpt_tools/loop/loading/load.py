@@ -45,7 +45,7 @@ from ckpt_tools.loop.loading.read_shards import empty_tensor, read_shards
 from ckpt_tools.loop.loading.rename import parameter_renamer, renamed, substituter
 from ckpt_tools.loop.loading.shared_read import read_together
 from ckpt_tools.loop.state.archives import unpack
-from ckpt_tools.loop.state.composite import not_live, part_front
+from ckpt_tools.loop.state.composite import check_kind, not_live, part_front
 from ckpt_tools.loop.state.late_staging import hold_all
 from ckpt_tools.loop.state.loader_states import deal_in_turn, has_read_all
 from ckpt_tools.loop.state.objects import Key
@@ -298,12 +298,7 @@ class _Load:
                 untold.append(name)
                 continue
             theirs = _read_object(self.source, stored, self.request.trust_pickle)
-            if theirs != found.described:
-                raise PlanError(
-                    f"a quantized weight is of another kind: {printable(name)!r} was saved as"
-                    f" {printable(str(theirs))}, and the state has {found.described}",
-                    hint="quantize the model as it was quantized for the save",
-                )
+            check_kind(name, theirs, found.described)
         self._refuse_other_parts()
         what = f"the checkpoint does not tell the kind of {len(untold):,} quantized weights"
         return (

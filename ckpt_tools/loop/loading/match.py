@@ -289,19 +289,20 @@ def _resized(
                     " or a function"
                 ),
             )
+        if how is None:
+            continue
         path = exported.paths[name]
         above = flat_name(path[:-1])
         is_part = {f"{above}.{part}" for part in (CODES, SCALE)} <= exported.tensors.keys()
         is_part = is_part and path[-1] in PARTS
         is_part = is_part or any(name in one.parts for one in exported.composites.values())
-        if how is not None and is_part:
+        if is_part:
             raise PlanError(
                 f"on_mismatch takes no parts of quantized weights or moments: {printable(name)!r}"
                 f" has {list(theirs)} in the checkpoint, the state {list(mine)}",
                 hint="leave it out with select, with all of its parts",
             )
-        if how is not None:
-            found[name] = how
+        found[name] = how
     return found
 
 

@@ -36,7 +36,9 @@ _ALIGNED = frozenset(
         "IntxUnpackedToInt8Tensor",
     }
 )
-_CUT = frozenset({"qdata", "int_data", "scale", "zero_point"})  # those of them that ranks may share
+_CUT = frozenset(
+    {"qdata", "int_data", "scale", "zero_point"}
+)  # which of their tensors ranks may share
 # classes whose tensors are one row of blocks, and those of these tensors that are for all blocks
 _FLAT = {"NF4Tensor": frozenset({"scaler_mean", "nf4"})}
 
@@ -201,6 +203,20 @@ def _is_json(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_json, value))
     return value is None or isinstance(value, bool | int | float | str)
+
+
+def check_kind(name: str, stored: object, described: str) -> None:
+    """Compares the stored description of a weight with that of the state.
+
+    Raises:
+        PlanError: the weight is of another class or shape, or its tensors mean something else.
+    """
+    if stored != described:
+        raise PlanError(
+            f"a quantized weight is of another kind: {printable(name)!r} was saved as"
+            f" {printable(str(stored))}, and the state has {described}",
+            hint="quantize the model as it was quantized for the save",
+        )
 
 
 def refuse_names(weight: Composite, others: Container[str]) -> None:

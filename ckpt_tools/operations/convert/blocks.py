@@ -36,7 +36,7 @@ class _Held:
         codes, scales: its tensors, as they are stored.
         blocks: elements of a block along each dim.
         sizes: those that the scheme prescribes; 0 for none, as along a row with one scale.
-        ending: what the name of the scales has behind that of the codes.
+        ending: of the name of the scales, which begins with the name of the codes.
     """
 
     weight: QuantizedWeight
@@ -150,7 +150,7 @@ def hold_scales(
 ) -> HeldScales:
     """Takes the scales of blocks out of a model. Its codes look like plain numbers then.
 
-    Only of weights whose formula is known for sure, and whose scales have no rules of their own.
+    The formula of a weight must be known for sure, and its scales must have no rules of their own.
 
     Args:
         parts: the training state.
