@@ -122,7 +122,7 @@ class HeldScales:
                 raise PlanError(
                     f"{printable(entry.fqn)!r} would consist of a quantized weight, and of another"
                     f" tensor: {printable(relation.left.name)!r}",
-                    hint="--dtype bf16 writes numbers",
+                    hint="--dtype bf16 in the same command writes numbers",
                 )
             made = _coarser(relation, held, entry.shape, scales)
             if made is None:
@@ -130,8 +130,8 @@ class HeldScales:
                     f"a part of a quantized weight ({held.weight.scheme}) cannot be cut, joined or"
                     f" reordered here, since its blocks do not allow it:"
                     f" {printable(relation.left.name)!r}, to make {printable(entry.fqn)!r}",
-                    hint="write numbers first (--to hf --dtype bf16), and convert these; or convert"
-                    " the model before you quantize it",
+                    hint="--dtype bf16 in the same command writes numbers; or convert the model"
+                    " before you quantize it",
                 )
             found.append(made[0])
             blocks.add(made[1])
@@ -139,7 +139,7 @@ class HeldScales:
             raise PlanError(
                 "quantized weights with blocks of different sizes cannot become one:"
                 f" {printable(entry.fqn)!r}",
-                hint="write numbers first (--to hf --dtype bf16), and convert these",
+                hint="--dtype bf16 in the same command writes numbers",
             )
         (block,) = blocks
         return found, tuple(-(-d // b) for d, b in zip(entry.shape, block, strict=True))

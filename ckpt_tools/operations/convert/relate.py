@@ -191,8 +191,8 @@ class _Change:
                 raise PlanError(
                     f"a part of a quantized weight ({entry.quantized.scheme}) cannot be cut, joined"
                     f" or reordered: {printable(part)!r}",
-                    hint="write numbers first (--to hf --dtype bf16), and convert these; or convert"
-                    " the model before you quantize it",
+                    hint="--dtype bf16 in the same command writes numbers; or convert the model"
+                    " before you quantize it",
                 )
 
     def _is_renaming(self, made: str) -> bool:
